@@ -1,0 +1,154 @@
+"""The seam between a user's state and the pipelines: named leaves bound to live memory.
+
+Invariants: a binding holds views, never copies; a view has exactly its rectangle's sizes (any strides, any device). What an object leaf
+carries is read when the save is called, in the trainer's thread. No storage, no sockets, no decisions about who writes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from safehold.types import Holders, Inventory, ObjectSpec, Rect, Shard, TensorSpec
+
+
+class View(Protocol):
+    """A live torch tensor or NumPy array; the pipelines hand it to `safehold.host.device` and never look inside."""
+
+    @property
+    def shape(self) -> Any:
+        """Sizes along each dim."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorLeaf:
+    """One tensor leaf bound to this rank's memory.
+
+    Attributes:
+        spec: Name, dtype, global shape.
+        pieces: Disjoint (rectangle, live view of exactly that rectangle); empty where this rank holds nothing of the leaf.
+        holders: Which ranks hold the same bytes.
+        hooked: True if only the step of an optimizer that can be hooked changes it (parameters and optimizer state), so that it may be
+            copied beside forward and backward; False for all else (buffers, counters, loss scales).
+        memory: Identity of the memory behind the views, see `safehold.state.collect`; equal keys mean the same bytes (tied tensors), and
+            a changed key means that a cached binding is stale.
+    """
+
+    spec: TensorSpec
+    pieces: tuple[tuple[Rect, Any], ...]
+    holders: Holders
+    hooked: bool = False
+    memory: tuple[int, ...] = ()
+
+    @property
+    def shard(self) -> Shard:
+        """The same without the live memory."""
+        return Shard(spec=self.spec, rects=tuple(rect for rect, _ in self.pieces), holders=self.holders)
+
+
+@dataclass(slots=True, kw_only=True)
+class ObjectLeaf:
+    """One leaf that is no tensor, with its value as of now."""
+
+    spec: ObjectSpec
+    value: Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaves:
+    """All leaves of a state on this rank.
+
+    Attributes:
+        tensors: Sorted by name, without aliases.
+        objects: Sorted by name.
+        aliases: Other name of a tied tensor -> name of the leaf that has its bytes.
+        optimizers: The optimizers met, for hooks: (name, optimizer object).
+        notes: Things the user should know (parameters without a module and how they were named, ...); said once.
+    """
+
+    tensors: list[TensorLeaf] = field(default_factory=list)
+    objects: list[ObjectLeaf] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optimizers: list[tuple[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def inventory(self, rank: int, world_size: int) -> Inventory:
+        """Return what this rank holds, without memory and values."""
+        return Inventory(
+            rank=rank,
+            world_size=world_size,
+            shards=tuple(leaf.shard for leaf in self.tensors),
+            objects=tuple(leaf.spec for leaf in self.objects),
+            aliases=tuple(sorted(self.aliases.items())),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedIndex:
+    """What a checkpoint has, as the state floor needs to know it before a restore.
+
+    Attributes:
+        tensors: FQN -> spec, aliases included (an alias has its target's dtype and shape under its own name).
+        objects: FQN -> spec.
+    """
+
+    tensors: dict[str, TensorSpec]
+    objects: dict[str, ObjectSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How forgiving a restore is.
+
+    Attributes:
+        partial: None: strict both ways. True: missing and unexpected leaves are left out and listed. A sequence of glob patterns over
+            FQNs: only the leaves that match may be missing or unexpected.
+        rename: Turns a saved FQN into the template's (a dict of exact names or prefixes at component borders, or a function).
+        cast: Allows another dtype in the template than in the checkpoint; values are converted.
+    """
+
+    partial: bool | Sequence[str] | None = None
+    rename: dict[str, str] | Callable[[str], str] | None = None
+    cast: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Destination:
+    """Where one saved tensor leaf goes on this rank.
+
+    Attributes:
+        saved: The leaf's spec in the checkpoint (under its saved name).
+        leaf: Live memory to fill; `leaf.spec.name` is the template's name. Its dtype differs from `saved` only with `cast`.
+    """
+
+    saved: TensorSpec
+    leaf: TensorLeaf
+
+
+@dataclass(slots=True, kw_only=True)
+class RestoreBinding:
+    """Everything a restore has to fill on this rank, decided before anything is overwritten.
+
+    Attributes:
+        destinations: Tensor leaves to read; those that the template lacked (state of an optimizer that has not stepped, tensors inside a
+            stateful object) were created and are attached by `apply`.
+        object_names: Saved names of the objects to fetch.
+        missing: Template leaves that the checkpoint does not have.
+        unexpected: Saved leaves that the template does not have.
+        mismatched: Sentences about leaves whose shape or dtype differs.
+        left_out: With `partial`, what was not restored; for the user.
+        apply: Puts objects into place and calls `load_state_dict`, after all tensors are in place; argument: saved object name -> decoded
+            value. Random states are not touched by it.
+        apply_random: Sets the random states; called last; argument as for `apply`.
+    """
+
+    destinations: list[Destination]
+    object_names: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    left_out: list[str]
+    apply: Callable[[dict[str, Any]], None]
+    apply_random: Callable[[dict[str, Any]], None]
