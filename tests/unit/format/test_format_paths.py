@@ -1,0 +1,90 @@
+"""Paths: exact both ways, so that backups, temporaries and foreign files are never taken for ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from safehold.format import paths
+from safehold.types import CommitId
+
+COMMIT = CommitId(10, 3, 0)
+
+
+def test_the_layout_of_a_run_directory() -> None:
+    assert paths.incarnation(3) == "incarnations/3.json"
+    assert paths.plan("ab" * 32) == "plans/" + "ab" * 32
+    assert paths.checkpoint_dir(COMMIT) == "checkpoints/000000010/3-0"
+    assert paths.pack(0, 3, 0) == "00000-00003.0.safetensors"
+    assert paths.node_record(0) == "node-00000.json"
+    assert paths.node_objects(12) == "node-00012.objects"
+    assert paths.tombstone(3) == "tombstone-3.json"
+    assert paths.quarantine(COMMIT) == "quarantine/000000010-3-0.json"
+    assert paths.pin(10) == "pins/000000010.json"
+
+
+@pytest.mark.parametrize("step", [0, 10, 9900, 10000, 999_999_999, 1_000_000_000, 2**63 - 1])
+def test_steps_come_back(step: int) -> None:
+    commit = CommitId(step, 2, 1)
+    directory, attempt = paths.checkpoint_dir(commit).split("/")[1:]
+    assert (paths.parse_step_dir(directory), paths.parse_attempt_dir(attempt)) == (step, (2, 1))
+    assert paths.parse_pin(paths.pin(step).split("/")[1]) == step
+    assert paths.parse_quarantine(paths.quarantine(commit).split("/")[1]) == commit
+
+
+def test_files_come_back() -> None:
+    assert paths.parse_pack(paths.pack(1, 123456, 2)) == (1, 123456, 2)
+    assert paths.parse_node_record(paths.node_record(100_000)) == 100_000
+    assert paths.parse_node_objects(paths.node_objects(7)) == 7
+    assert paths.parse_tombstone(paths.tombstone(7)) == 7
+    assert paths.parse_incarnation("7.json") == 7
+    assert paths.parse_plan("0" * 64) == "0" * 64
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "10", "00000010", "0000000010", "000000010.backup", "000000010 ", "000000010\n", "-00000010",
+        "+00000010", "00000001x",
+        "٠٠٠٠٠٠٠١٠", "9" * 19, "9" * 30, ".000000010", "000000010/", "..", "latest",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_steps(name: str) -> None:
+    assert paths.parse_step_dir(name) is None
+    assert paths.parse_attempt_dir(name) is None
+    assert paths.parse_pin(name + ".json") is None
+
+
+@pytest.mark.parametrize("name", ["3-0.tmp", "03-0", "3-00", "3--0", "3", "-0", "3-0\n", "3-0-1", "a-b", f"{2**63}-0"])
+def test_other_names_are_no_attempts(name: str) -> None:
+    assert paths.parse_attempt_dir(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "00000-00003.0.safetensors.tmp", "0-3.0.safetensors", "00000-00003.safetensors", "000000-00003.0.safetensors",
+        "node-0.json", "node-000000.json", "node-00000.json~", "node-00000.objects2", "tombstone-03.json",
+        "tombstone-.json", "03.json",
+        "manifest.json", "F" * 64, "0" * 63, "0" * 65,
+    ],
+)  # fmt: skip
+def test_other_names_are_no_files(name: str) -> None:
+    for parse in (
+        paths.parse_pack,
+        paths.parse_node_record,
+        paths.parse_node_objects,
+        paths.parse_tombstone,
+        paths.parse_incarnation,
+        paths.parse_plan,
+        paths.parse_quarantine,
+    ):
+        assert parse(name) is None
+
+
+def test_only_numbers_and_digests_become_paths() -> None:
+    for bad in (-1, 2**63):
+        with pytest.raises(ValueError):
+            paths.step_dir(bad)
+    for bad in ("", "../../etc/passwd", "A" * 64, "0" * 64 + "\n"):
+        with pytest.raises(ValueError):
+            paths.plan(bad)
