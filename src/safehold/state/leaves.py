@@ -92,10 +92,12 @@ class SavedIndex:
     Attributes:
         tensors: FQN -> spec, aliases included (an alias has its target's dtype and shape under its own name).
         objects: FQN -> spec.
+        aliases: Other name of a tied tensor -> name of the leaf that has its bytes.
     """
 
     tensors: dict[str, TensorSpec]
     objects: dict[str, ObjectSpec]
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,8 @@ class RestoreBinding:
         unexpected: Saved leaves that the template does not have.
         mismatched: Sentences about leaves whose shape or dtype differs.
         left_out: With `partial`, what was not restored; for the user.
+        check: Says what does not fit between the objects' values and the template (an optimizer of another class), before anything is
+            overwritten; argument as for `apply`.
         apply: Puts objects into place and calls `load_state_dict`, after all tensors are in place; argument: saved object name -> decoded
             value. Random states are not touched by it.
         apply_random: Sets the random states; called last; argument as for `apply`.
@@ -150,5 +154,6 @@ class RestoreBinding:
     unexpected: list[str]
     mismatched: list[str]
     left_out: list[str]
+    check: Callable[[dict[str, Any]], list[str]]
     apply: Callable[[dict[str, Any]], None]
     apply_random: Callable[[dict[str, Any]], None]
