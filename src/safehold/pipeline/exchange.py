@@ -1,0 +1,185 @@
+"""The one exchange at start-up, over the launcher's store: who is where, and what rank 0 decided.
+
+Invariants: this is the only collective of the library, and only the constructor (and the one-shot save) uses it. Every wait has a
+deadline and names who is late, not who waits for them. A failure of one rank is told to all, so that all raise the same, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankLostError, from_wire
+from safehold.types import Membership, Store
+
+POLL_S = 0.01
+_counts: dict[tuple[str, int, int], int] = {}
+
+
+class Exchange:
+    """One round of start-up talk.
+
+    Args:
+        membership: Who takes part.
+        name: Tells several constructors of one job apart; the same on all ranks.
+        timeout_s: Deadline of each wait.
+    """
+
+    def __init__(self, membership: Membership, name: str, timeout_s: float) -> None:
+        self._rank, self._world_size, self._store = membership.rank, membership.world_size, membership.store
+        # Counted for each rank, which may be a thread, and only where there is somebody to talk to: what one rank does
+        # alone must not put it out of step with the others.
+        who = (name, self._rank, self._world_size)
+        if self._store is not None:
+            _counts[who] = _counts.get(who, 0) + 1
+        self._prefix = f"safehold/{name}/{_counts.get(who, 0)}"
+        self._timeout_s = timeout_s
+        self._gathered = ""
+
+    def put(self, key: str, value: Any) -> None:
+        """Tell everybody."""
+        if self._store is not None:
+            with _translated():
+                self._store.set(f"{self._prefix}/{key}", msgspec.msgpack.encode(value))
+
+    def take(self, key: str, who: str, timeout_s: float | None = None) -> Any:
+        """Wait for what somebody tells, for `timeout_s` if that is longer than this exchange's deadline.
+
+        Raises:
+            DeadlineError: It did not come; names `who`.
+        """
+        self._wait([f"{self._prefix}/{key}"], lambda _: who, timeout_s)
+        return self._read(f"{self._prefix}/{key}")
+
+    def gather(self, key: str, value: Any, timeout_s: float | None = None) -> list[Any] | None:
+        """Every rank gives a value; rank 0 gets all, by rank; the others get None. `timeout_s` as for `take`."""
+        if self._store is None:
+            return [value]
+        self._gathered = key
+        self.put(f"{key}/{self._rank}", value)
+        if self._rank != 0:
+            return None
+        keys = [f"{self._prefix}/{key}/{rank}" for rank in range(self._world_size)]
+        self._wait(keys, _named, timeout_s)
+        return [self._read(entry) for entry in keys]
+
+    def decide(self, key: str, make: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Rank 0 makes a value, all get it; if making it fails, all raise the same error. `timeout_s` as for `take`."""
+        if self._rank != 0:
+            path = f"{self._prefix}/{key}"
+            self._wait([path], lambda _: self._who_is_late(), timeout_s)
+            return self.opened(self._read(path))
+        try:
+            value = make()
+        except CheckpointError as exc:
+            self.put(key, {"error": exc.to_wire()})
+            raise
+        except BaseException as exc:
+            text = f"rank 0 failed: {type(exc).__name__}: {exc}"
+            self.put(key, {"error": ConfigurationError(text, rank=0).to_wire()})
+            raise
+        self.put(key, {"value": value})
+        return value
+
+    def agree(self, key: str, error: CheckpointError | None, timeout_s: float | None = None) -> None:
+        """All ranks say whether they got here; if one did not, all raise its error. `timeout_s` as for `take`."""
+
+        def verdict() -> None:
+            assert said is not None
+            for entry in said:
+                if entry is not None:
+                    raise from_wire(entry)
+
+        said = self.gather(key, error.to_wire() if error else None, timeout_s)
+        self.decide(f"{key}/verdict", verdict, timeout_s)
+
+    @staticmethod
+    def opened(entry: dict[str, Any]) -> Any:
+        """Return the value that somebody told, or raise the error that was told instead."""
+        if "error" in entry:
+            raise from_wire(entry["error"])
+        return entry["value"]
+
+    def _who_is_late(self) -> str:
+        """Rank 0, or those that it may be waiting for itself."""
+        keys = [f"{self._prefix}/{self._gathered}/{rank}" for rank in range(self._world_size)]
+        late = [rank for rank, key in enumerate(keys) if self._gathered and not self._has(key)]
+        return _named(late or [0])
+
+    def _wait(self, keys: Sequence[str], who: Callable[[list[int]], str], timeout_s: float | None) -> None:
+        limit_s = max(self._timeout_s, timeout_s or 0.0)
+        deadline = time.monotonic() + limit_s
+        failed = f"{self._prefix}/failed"
+        missing = list(enumerate(keys))
+        while True:
+            missing = [(index, key) for index, key in missing if not self._has(key)]
+            if not missing:
+                return
+            if self._has(failed):
+                raise from_wire(self._read(failed))
+            if time.monotonic() > deadline:
+                late = who([index for index, _ in missing])
+                text = f"{late} did not take part in the exchange between the ranks within {limit_s:g} s"
+                hint = "making a Checkpointer and safehold.save are collective: every rank makes the same call"
+                error = DeadlineError(text, rank=self._rank, hint=hint)
+                self.put("failed", error.to_wire())
+                raise error
+            time.sleep(POLL_S)
+
+    def _has(self, path: str) -> bool:
+        assert self._store is not None
+        with _translated():
+            return bool(self._store.check([path]))
+
+    def _read(self, path: str) -> Any:
+        assert self._store is not None
+        with _translated():
+            return msgspec.msgpack.decode(self._store.get(path))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Say what an error of the launcher's store means: mostly that the process that has it is gone."""
+    try:
+        yield
+    except Exception as exc:
+        hint = "the store lives in a process of the job or its launcher, often rank 0; look why that one ended"
+        raise RankLostError(f"the store that the ranks meet at failed: {exc}", hint=hint) from exc
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks[:16]))
+
+
+def node_name() -> str:
+    """Return what names this node: `SAFEHOLD_NODE`, else host name and boot id."""
+    if name := os.environ.get("SAFEHOLD_NODE"):
+        return name
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()[:8]
+    except OSError:
+        boot = "unknown"
+    return f"{os.uname().nodename}/{boot}"
+
+
+def membership(store: Store | None = None, rank: int | None = None, world_size: int | None = None) -> Membership:
+    """Find out rank, world size and the store, from arguments, torch.distributed, or the launcher's environment.
+
+    Raises:
+        ConfigurationError: The environment speaks of several ranks and there is no store to reach them by.
+    """
+    if rank is not None or world_size is not None:
+        if rank is None or world_size is None or not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank {rank} of world size {world_size} makes no sense")
+        if world_size > 1 and store is None:
+            raise ConfigurationError("several ranks need a store", hint="pass store=, or initialise torch.distributed")
+        return Membership(rank=rank, world_size=world_size, store=store if world_size > 1 else None)
+    from safehold.state.process_group import launcher_store
+
+    return launcher_store(store)

@@ -1,0 +1,248 @@
+"""What the agent asks of its flusher besides writing packs: one function per operation, plain values in and out.
+
+Invariants: each operation is complete in itself and can be repeated after a lost answer. Arguments and results are what msgpack carries.
+Errors are those of `safehold.errors`, with the path concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from safehold._version import __version__
+from safehold.clock import SYSTEM_CLOCK
+from safehold.config import Config
+from safehold.errors import ConfigurationError, TornFileError
+from safehold.events import EventStream
+from safehold.format import crc, objects_file, paths, records
+from safehold.pipeline import agreement, ledger, sweep
+from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.policy import belief
+from safehold.policy.retention import Best, Keep
+from safehold.tiers.base import Tier
+from safehold.types import CommitId
+
+Operation = Callable[[Tier, Config, dict[str, Any], EventStream], Any]
+
+
+def keep_to_wire(keep: Keep) -> dict[str, Any]:
+    """Return plain values for the agent."""
+    best = keep.best
+    return {
+        "last": keep.last,
+        "every_steps": keep.every_steps,
+        "every_hours": keep.every_hours,
+        "best": None if best is None else {"metric": best.metric, "mode": best.mode, "count": best.count},
+    }
+
+
+def keep_from_wire(wire: dict[str, Any]) -> Keep:
+    """Rebuild a keep rule."""
+    best = wire.get("best")
+    return Keep(
+        last=wire["last"],
+        every_steps=wire["every_steps"],
+        every_hours=wire["every_hours"],
+        best=None if best is None else Best(**best),
+    )
+
+
+def _commit(numbers: Any) -> CommitId:
+    step, incarnation, attempt = numbers
+    return CommitId(step, incarnation, attempt)
+
+
+def _wire(commit: CommitId) -> list[int]:
+    return [commit.step, commit.incarnation, commit.attempt]
+
+
+def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Open the next incarnation; `up_to` (a commit) rolls back to it, `exclude` leaves commits out."""
+    report = tier.probe()
+    if not report.exclusive_create:
+        text = "this storage does not refuse to create a file twice, so two jobs could not be kept apart"
+        raise ConfigurationError(text, path=tier.url, hint="use another file system for the run directory")
+    up_to = _commit(arguments["up_to"]) if arguments["up_to"] else None
+    exclude = {_commit(entry) for entry in arguments["exclude"]}
+
+    def accept(listing: belief.Listing) -> list[CommitId]:
+        chosen = belief.accepted_for_new(listing, up_to_step=up_to.step if up_to is not None else None, exclude=exclude)
+        if up_to is None or up_to in chosen:
+            return chosen
+        return [up_to if commit.step == up_to.step else commit for commit in chosen]
+
+    opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
+    notes = list(report.notes)
+    if opened.withdrawn:
+        steps = ", ".join(str(commit.step) for commit in opened.withdrawn)
+        notes.append(f"steps {steps} were being deleted by an older incarnation and are not used")
+    return {
+        "run_id": opened.record.run_id,
+        "incarnation": opened.record.number,
+        "steps": sorted({commit.step for commit in opened.accepted}),
+        "notes": notes,
+    }
+
+
+def store_plan(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
+    """Make a plan durable under its digest."""
+    ledger.put_plan(tier, arguments["digest"], arguments["plan"])
+
+
+def record(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Write a node's objects and its record; both and all directory entries are durable when it returns."""
+    commit = _commit(arguments["commit"])
+    node = arguments["node"]
+    directory = paths.checkpoint_dir(commit)
+    objects = objects_file.encode_objects({int(rank): blobs for rank, blobs in arguments["objects"].items()})
+    tier.put(f"{directory}/{paths.node_objects(node)}", objects)
+    written = records.NodeRecord(
+        run_id=arguments["run_id"],
+        node=node,
+        node_name=arguments["node_name"],
+        commit=commit,
+        packs=tuple(msgspec.convert(entry, records.PackRecord) for entry in arguments["packs"]),
+        objects_size_bytes=len(objects),
+        objects_crc32=crc.crc(objects),
+        objects_blake3=blake3(objects).hexdigest(),
+        part_digests={int(rank): digest for rank, digest in arguments["part_digests"].items()},
+        timings=arguments["timings"],
+    )
+    data = records.encode_node_record(written)
+    tier.sync_tree(directory)
+    tier.put(f"{directory}/{paths.node_record(node)}", data)
+    return {"size_bytes": len(data), "blake3": blake3(data).hexdigest()}
+
+
+def publish(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
+    """Commit: write the manifest over node records that are read back and verified."""
+    commit = _commit(arguments["commit"])
+    directory = paths.checkpoint_dir(commit)
+    found = []
+    for ref in arguments["nodes"]:
+        path = f"{directory}/{paths.node_record(ref['node'])}"
+        what = f"the record of node {ref['node']}"
+        try:
+            data = tier.get(path, limit_bytes=ref["size_bytes"])
+        except FileNotFoundError as exc:
+            ledger.check_newest(tier, commit.incarnation)  # a newer one sweeps what it finds uncommitted
+            raise TornFileError(f"{what} is gone", path=path, step=commit.step, tier=tier.name) from exc
+        agreement.check_bytes(data, ref["size_bytes"], ref["blake3"], path=path, step=commit.step, what=what)
+        found.append(records.decode_node_record(data, path=path))
+    total, checksum = agreement.totals(found)
+    manifest = records.Manifest(
+        run_id=arguments["run_id"],
+        commit=commit,
+        world_size=arguments["world_size"],
+        nodes=tuple(records.NodeRef(**ref) for ref in arguments["nodes"]),
+        plan_digest=arguments["plan_digest"],
+        plan_size_bytes=arguments["plan_size"],
+        total_bytes=total,
+        crc32=checksum,
+        created_s=SYSTEM_CLOCK.wall(),
+        library=__version__,
+        metrics=arguments["metrics"],
+        final=arguments["final"],
+    )
+    ledger.publish(tier, commit, records.encode_manifest(manifest))
+
+
+def withdraw(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> bool:
+    """Make sure that a save whose `publish` has failed does not count; True if that is certain."""
+    return ledger.withdraw(tier, _commit(arguments["commit"]))
+
+
+def abandon(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
+    """Delete what an attempt that was given up has written."""
+    sweep.discard(tier, _commit(arguments["commit"]))
+
+
+def find(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Find what can be restored."""
+    exclude = {_commit(entry) for entry in arguments["exclude"]}
+    found = find_restore_candidate(tier, arguments["step"], exclude=exclude)
+    believed = belief.believed(Catalog(tier).listing())
+    checkpoint = found.checkpoint
+    return {
+        "commit": None if checkpoint is None else _wire(checkpoint.commit),
+        "manifest": b"" if checkpoint is None else checkpoint.manifest_bytes,
+        "newest": _wire(believed[0]) if believed else None,
+        "any_commit": bool(believed),
+        "bad": [_wire(commit) for commit, _ in found.rejected],
+        "skipped": [f"step {commit.step} cannot be used: {error}" for commit, error in found.rejected],
+    }
+
+
+def quarantine(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
+    """Leave word that a checkpoint did not verify."""
+    ledger.put_quarantine(
+        tier,
+        _commit(arguments["commit"]),
+        incarnation=arguments["incarnation"],
+        reason=arguments["reason"],
+        path=arguments["path"],
+    )
+
+
+def retire(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Apply the keep rule after a commit."""
+    swept = sweep.retire(
+        tier,
+        keep_from_wire(arguments["keep"]),
+        incarnation=arguments["incarnation"],
+        grace_s=config.delete_grace_s,
+    )
+    return {
+        "uncommitted": [_wire(commit) for commit in swept.uncommitted],
+        "deleted": [_wire(commit) for commit in swept.deleted],
+        "problem": str(swept.problem) if swept.problem else None,
+    }
+
+
+def sweep_debris(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Delete what dead attempts of older incarnations left.
+
+    Those of this one are none of its business: while it looks around, a save may begin, and even be committed.
+    """
+    swept = sweep.sweep(tier, incarnation=arguments["incarnation"], grace_s=config.delete_grace_s)
+    return {"deleted": [_wire(commit) for commit in swept.deleted], "freed_bytes": swept.freed_bytes}
+
+
+def make_room(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> bool:
+    """Free space for a save that does not fit; True if something was freed or has become free.
+
+    With `quota` it was a quota that refused, which the tier's free space does not show.
+    """
+    needed = sum(size for _, size in arguments["packs"]) * max(1, arguments["num_ranks"])
+
+    def ask(needed_bytes: int) -> sweep.Room:
+        return sweep.make_room(
+            tier,
+            needed_bytes,
+            keep=keep_from_wire(arguments["keep"]),
+            incarnation=arguments["incarnation"],
+        )
+
+    room = ask(needed)
+    if room.enough and not room.swept.deleted and room.free_bytes is not None and arguments.get("quota"):
+        # The tier shows free space and gives none: a quota is used up. So much must become free as the save needs.
+        room = ask(room.free_bytes + needed)
+        return bool(room.swept.deleted)
+    return room.enough or bool(room.swept.deleted)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "open_run": open_run,
+    "plan": store_plan,
+    "record": record,
+    "publish": publish,
+    "withdraw": withdraw,
+    "abandon": abandon,
+    "find": find,
+    "quarantine": quarantine,
+    "retire": retire,
+    "sweep": sweep_debris,
+}

@@ -1,0 +1,477 @@
+"""Reads what one rank needs of a checkpoint into its live tensors, verified block by block.
+
+Invariants: no byte reaches a tensor before the checksum of its block was compared; partial reads verify the blocks they touch and no
+more. A source that fails is replaced by the next (memory, then flash) for the same bytes. Reads are large and in file order; what several
+ranks of a node need goes through the page cache, so that storage is read once. Every read has a stall deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from safehold.errors import (
+    CheckpointError,
+    ChecksumError,
+    CoverageError,
+    DeadlineError,
+    IntegrityError,
+    ManifestError,
+    StorageError,
+    TornFileError,
+)
+from safehold.format import crc, dtypes, names, paths
+from safehold.format.records import PackRecord
+from safehold.pipeline.catalog import Checkpoint
+from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
+from safehold.state.fill import Target, host_buffer
+from safehold.state.leaves import Destination
+from safehold.tiers.base import PackReader, Tier
+from safehold.types import Rect
+
+CHUNK_BYTES = 8 << 20
+MEMORY_CHUNK_BYTES = 1 << 20
+GAP_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """Where a pack's bytes can be had."""
+
+    name: str
+
+    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
+        """Return `size_bytes` bytes from `offset` of the pack, in `buffer` or in memory of the source's own."""
+        ...
+
+
+class MemorySource:
+    """A pack in an arena of this node."""
+
+    name = "memory"
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
+        """See `Source`; nothing is copied."""
+        found = self._view[offset : offset + size_bytes]
+        if len(found) != size_bytes:
+            raise TornFileError("the arena is shorter than the pack", tier="memory")
+        return found
+
+
+class FlashSource:
+    """A pack on a tier, opened at first use."""
+
+    def __init__(self, tier: Tier, path: str, *, shared: bool) -> None:
+        self.name = tier.name
+        self._tier, self._path, self._shared = tier, path, shared
+        self._reader: PackReader | None = None
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
+        """See `Source`."""
+        with self._lock:
+            if self._reader is None:
+                try:
+                    self._reader = self._tier.open_pack(self._path, direct=not self._shared)
+                except FileNotFoundError as exc:
+                    raise TornFileError("the pack is missing", path=self._path, tier=self.name) from exc
+        target = buffer[:size_bytes]
+        self._reader.read_into(offset, target)
+        return target
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A run of bytes of a chunk that goes to a target: all of it contiguous on both sides, or a small strided box."""
+
+    target: Target
+    start: int
+    stop: int
+    raw_offset: int
+    transfer: Transfer
+    wanted: Rect
+    itemsize: int
+
+
+@dataclass(slots=True)
+class _Chunk:
+    rank: int
+    pack: int
+    start: int
+    stop: int
+    copies: list[_Copy] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class RestoreFigures:
+    """What a restore read: bytes by source, and seconds."""
+
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    replaced: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """All bytes read."""
+        return sum(self.bytes_by_source.values())
+
+
+class Reading:
+    """One rank's reading of one checkpoint.
+
+    Args:
+        tier: Where the checkpoint is.
+        checkpoint: Its verified documents.
+        destinations: What to fill.
+        rank: This rank, whose own pieces are preferred where copies are equal.
+        memory: (rank) -> the rank's packs in an arena of this node by part, or None.
+        num_threads: Threads that read.
+        stall_s: Seconds without progress after which the read is given up.
+        shared: Whether other ranks of this node read the same bytes.
+        in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
+            verified, by no more threads than the rank has cores.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        checkpoint: Checkpoint,
+        destinations: Sequence[Destination],
+        *,
+        rank: int,
+        memory: Callable[[int], list[memoryview] | None],
+        num_threads: int,
+        stall_s: float,
+        shared: bool = False,
+        in_memory: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._tier, self._checkpoint = tier, checkpoint
+        self._rank, self._memory = rank, memory
+        self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
+        self._shared = shared
+        self._packs = checkpoint.packs()
+        self._crcs: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+        self._sources: dict[tuple[int, int], list[Any]] = {}
+        self._views = [view for entry in destinations for _, view in entry.leaf.pieces]
+        self._chunk_bytes = MEMORY_CHUNK_BYTES if in_memory else CHUNK_BYTES
+        self._chunks = self._plan(destinations)
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._num_applying = 0
+        self._next = 0
+        self._failure: BaseException | None = None
+        self._moved_at = 0.0
+        self._done_bytes = 0
+        self.figures = RestoreFigures()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(chunk.stop - chunk.start for chunk in self._chunks)
+
+    def run(self) -> RestoreFigures:
+        """Fill the destinations.
+
+        Raises:
+            IntegrityError: Bytes did not verify in any source; `path` names the file.
+            StorageError: A source failed and there is no other.
+            DeadlineError: Storage stalled; its threads are abandoned.
+        """
+        started = self._moved_at = time.monotonic()
+        threads = [
+            threading.Thread(target=self._work, name=f"restore-{number}", daemon=True)
+            for number in range(min(self._num_threads, len(self._chunks)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(min(0.5, max(0.01, self._stall_s / 4)))
+                if self._progress is not None:
+                    self._progress(self._done_bytes, self.total_bytes)
+                if thread.is_alive() and time.monotonic() - self._moved_at > self._stall_s:
+                    text = f"no byte arrived for {self._stall_s:g} s"
+                    self._fail(DeadlineError(text, path=self._tier.url, tier=self._tier.name))
+                    self._raise_stalled()
+        for source in [source for sources in self._sources.values() for source in sources]:
+            if isinstance(source, FlashSource):
+                source.close()
+        if self._failure is not None:
+            raise self._failure
+        if self._progress is not None:
+            self._progress(self._done_bytes, self.total_bytes)
+        self.figures.seconds = time.monotonic() - started
+        return self.figures
+
+    def _fail(self, exc: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or exc
+
+    def _raise_stalled(self) -> None:
+        """Raise what went wrong, once no thread writes to the user's memory any more; none will begin to."""
+        with self._lock:
+            self._idle.wait_for(lambda: not self._num_applying)
+        assert self._failure is not None
+        raise self._failure
+
+    # -- planning ----------------------------------------------------------------------------------------------------------
+
+    def _plan(self, destinations: Sequence[Destination]) -> list[_Chunk]:
+        wanted: list[tuple[str, Rect]] = []
+        targets: list[Target] = []
+        for entry in destinations:
+            for rect, view in entry.leaf.pieces:
+                wanted.append((entry.saved.name, rect))
+                targets.append(Target(view, entry.saved.dtype, entry.leaf.spec.dtype))
+        sizes = [dtypes.itemsize(entry.saved.dtype) for entry in destinations for _ in entry.leaf.pieces]
+        copies: list[tuple[int, int, _Copy]] = []
+        for found in self._transfers(wanted):
+            itemsize, target = sizes[found.wanted_index], targets[found.wanted_index]
+            whole = wanted[found.wanted_index][1]
+            for part in _bands(found, whole, itemsize, raw=target.raw is not None):
+                start, stop = byte_range(part, itemsize)
+                raw = _raw_offset(part, whole, itemsize) if target.raw is not None else -1
+                copy = _Copy(target, start, stop, raw, part, whole, itemsize)
+                copies.extend((found.rank, found.pack, piece) for piece in _cut(copy, self._chunk_bytes))
+        copies.sort(key=lambda item: (item[0], item[1], item[2].start))
+        return self._rotate(_chunks(copies, self._checkpoint.plan.pack_sizes, self._chunk_bytes))
+
+    def _transfers(self, wanted: Sequence[tuple[str, Rect]]) -> list[Transfer]:
+        try:
+            return transfers(PlanIndex(self._checkpoint.plan), wanted)
+        except CoverageError as exc:
+            path, step = paths.plan(self._checkpoint.manifest.plan_digest), self._checkpoint.commit.step
+            raise ManifestError(exc.message, path=path, step=step) from exc
+
+    def _rotate(self, chunks: list[_Chunk]) -> list[_Chunk]:
+        """Ranks that read the same start at different places, so that each byte is fetched by one and found cached by the others."""
+        if not self._shared or not chunks:
+            return chunks
+        world = max(1, self._checkpoint.plan.world_size)
+        at = (self._rank * len(chunks) // world) % len(chunks)
+        return chunks[at:] + chunks[:at]
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            buffer = host_buffer(CHUNK_BYTES + 2 * crc.BLOCK_BYTES, self._views[:1])
+            while True:
+                with self._lock:
+                    if self._next >= len(self._chunks) or self._failure is not None:
+                        return
+                    chunk = self._chunks[self._next]
+                    self._next += 1
+                need = chunk.stop - chunk.start
+                if need > len(buffer):
+                    buffer = host_buffer(need, self._views[:1])
+                self._one(chunk, buffer)
+                self._moved_at = time.monotonic()
+                with self._lock:
+                    self._done_bytes += need
+        except BaseException as exc:
+            self._fail(exc)
+
+    def _one(self, chunk: _Chunk, buffer: memoryview) -> None:
+        last: CheckpointError | None = None
+        for source in self._sources_of(chunk.rank, chunk.pack):
+            try:
+                data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
+                self._verify(chunk, data)
+            except (IntegrityError, StorageError) as exc:
+                last = exc
+                with self._lock:
+                    self.figures.replaced.append(f"{source.name}: {exc}")
+                continue
+            self._apply(chunk, data)
+            with self._lock:
+                by = self.figures.bytes_by_source
+                by[source.name] = by.get(source.name, 0) + chunk.stop - chunk.start
+            return
+        if last is None:
+            raise TornFileError("there is no source for the pack", path=self._path(chunk))
+        last.step, last.path = self._checkpoint.commit.step, self._path(chunk)
+        raise last
+
+    def _apply(self, chunk: _Chunk, data: memoryview) -> None:
+        """Copy what was verified to its targets, unless the reading was given up: then the memory is no longer ours."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._num_applying += 1
+        try:
+            for copy in chunk.copies:
+                _apply(copy, data, chunk.start)
+        finally:
+            with self._lock:
+                self._num_applying -= 1
+                self._idle.notify_all()
+
+    def _path(self, chunk: _Chunk) -> str:
+        return self._checkpoint.pack_path(chunk.rank, chunk.pack)
+
+    def _sources_of(self, rank: int, pack: int) -> list[Any]:
+        with self._lock:
+            found = self._sources.get((rank, pack))
+            if found is None:
+                found = []
+                held = self._memory(rank)
+                if held is not None and pack < len(held):
+                    found.append(MemorySource(held[pack]))
+                path = self._checkpoint.pack_path(rank, pack)
+                found.append(FlashSource(self._tier, path, shared=self._shared))
+                self._sources[rank, pack] = found
+            return found
+
+    def _record(self, rank: int, pack: int) -> PackRecord:
+        return self._packs[rank, pack]
+
+    def _verify(self, chunk: _Chunk, data: memoryview) -> None:
+        key = (chunk.rank, chunk.pack)
+        with self._lock:
+            expected = self._crcs.get(key)
+            if expected is None:
+                expected = self._crcs[key] = crc.decode_crcs(self._record(*key).block_crcs)
+        first = chunk.start // crc.BLOCK_BYTES
+        found = crc.crc_blocks(data)
+        wrong = np.flatnonzero(found != expected[first : first + len(found)])
+        if len(wrong):
+            block = first + int(wrong[0])
+            leaf = self._leaf_in(chunk, block)
+            raise ChecksumError(
+                f"block {block} does not match its checksum{leaf}",
+                path=self._path(chunk),
+                step=self._checkpoint.commit.step,
+                tier=self._tier.name,
+            )
+
+    def _leaf_in(self, chunk: _Chunk, block: int) -> str:
+        lo, hi = block * crc.BLOCK_BYTES, (block + 1) * crc.BLOCK_BYTES
+        plan = self._checkpoint.plan
+        rows = np.flatnonzero((plan.rank == chunk.rank) & (plan.pack == chunk.pack) & (plan.offset < hi))
+        rows = rows[np.argsort(plan.offset[rows])]
+        for row in rows[::-1]:
+            spec = plan.leaves[int(plan.leaf[row])]
+            ndim = len(spec.shape)
+            nbytes = math.prod(plan.sizes[row][:ndim].tolist()) * dtypes.itemsize(spec.dtype)
+            if nbytes and int(plan.offset[row]) + nbytes > lo:
+                return f"; it has bytes of {names.display(spec.name)}"
+        return ""
+
+
+def _chunks(copies: Sequence[tuple[int, int, _Copy]], pack_sizes: Any, chunk_bytes: int) -> list[_Chunk]:
+    """Gather copies, sorted by where they are in which pack, into reads of whole checksum blocks."""
+    chunks: list[_Chunk] = []
+    current: _Chunk | None = None
+    for rank, pack, copy in copies:
+        lo = copy.start // crc.BLOCK_BYTES * crc.BLOCK_BYTES
+        hi = min(-(-copy.stop // crc.BLOCK_BYTES) * crc.BLOCK_BYTES, pack_sizes[rank][pack])
+        fits = (
+            current is not None
+            and (current.rank, current.pack) == (rank, pack)
+            and lo <= current.stop + GAP_BYTES
+            and max(hi, current.stop) - current.start <= chunk_bytes
+        )
+        if current is None or not fits:
+            current = _Chunk(rank, pack, lo, hi)
+            chunks.append(current)
+        current.stop = max(current.stop, hi)
+        current.copies.append(copy)
+    return chunks
+
+
+def _cut(copy: _Copy, chunk_bytes: int) -> list[_Copy]:
+    """Split a copy that is contiguous on both sides at the borders of chunks; a strided one is small already."""
+    if copy.raw_offset < 0:
+        return [copy]
+    out = []
+    start = copy.start
+    while start < copy.stop:
+        stop = min(copy.stop, (start // chunk_bytes + 1) * chunk_bytes)
+        raw = copy.raw_offset + start - copy.start
+        out.append(_Copy(copy.target, start, stop, raw, copy.transfer, copy.wanted, copy.itemsize))
+        start = stop
+    return out
+
+
+def _bands(found: Transfer, wanted: Rect, itemsize: int, *, raw: bool) -> list[Transfer]:
+    """Split a transfer that is not contiguous on both sides into bands of rows that are small enough to buffer."""
+    if raw and _raw_offset(found, wanted, itemsize) >= 0:
+        return [found]
+    start, stop = byte_range(found, itemsize)
+    part = found.part
+    dim = next((d for d, size in enumerate(part.sizes) if size > 1), None)
+    if stop - start <= CHUNK_BYTES or dim is None:
+        return [found]
+    rows = part.sizes[dim]
+    per_row = max(1, (stop - start) // rows)
+    step = max(1, min(rows - 1, CHUNK_BYTES // per_row))
+    out: list[Transfer] = []
+    for lo in range(0, rows, step):
+        band = Rect(
+            (*part.offsets[:dim], part.offsets[dim] + lo, *part.offsets[dim + 1 :]),
+            (*part.sizes[:dim], min(step, rows - lo), *part.sizes[dim + 1 :]),
+        )
+        smaller = Transfer(found.wanted_index, found.rank, found.pack, found.offset, found.piece, band)
+        out.extend(_bands(smaller, wanted, itemsize, raw=raw))
+    return out
+
+
+def _is_run(part: Rect, box: Rect) -> bool:
+    """Whether `part` is one contiguous run of the row-major bytes of `box`."""
+    free = [d for d in range(len(part.sizes)) if part.sizes[d] != box.sizes[d]]
+    return not free or all(part.sizes[d] == 1 for d in range(free[-1]))
+
+
+def _raw_offset(found: Transfer, wanted: Rect, itemsize: int) -> int:
+    """Return the byte offset of the part inside the wanted rectangle, or -1 unless it is one run on both sides."""
+    if not _is_run(found.part, found.piece) or not _is_run(found.part, wanted):
+        return -1
+    place, stride = 0, 1
+    for dim in range(len(wanted.sizes) - 1, -1, -1):
+        place += (found.part.offsets[dim] - wanted.offsets[dim]) * stride
+        stride *= wanted.sizes[dim]
+    return place * itemsize
+
+
+def _apply(copy: _Copy, data: memoryview, chunk_start: int) -> None:
+    run = data[copy.start - chunk_start : copy.stop - chunk_start]
+    if copy.raw_offset >= 0 and copy.target.raw is not None:
+        place = copy.target.raw[copy.raw_offset : copy.raw_offset + len(run)]
+        np.copyto(place, np.frombuffer(run, np.uint8))
+        return
+    part, piece = copy.transfer.part, copy.transfer.piece
+    index = tuple(
+        slice(start - base, start - base + size)
+        for start, base, size in zip(part.offsets, copy.wanted.offsets, part.sizes, strict=True)
+    )
+    copy.target.fill(index, part.sizes, _box(run, part, piece, copy.itemsize))
+
+
+def _box(run: memoryview, part: Rect, piece: Rect, itemsize: int) -> memoryview:
+    """Return the row-major bytes of `part`, given the bytes of `piece` from its first to its last element."""
+    if _is_run(part, piece):
+        return run
+    strides: list[int] = []
+    stride = itemsize
+    for size in reversed(piece.sizes):
+        strides.insert(0, stride)
+        stride *= size
+    raw = np.frombuffer(run, np.uint8)
+    shape = (*part.sizes, itemsize)
+    view = np.lib.stride_tricks.as_strided(raw, shape=shape, strides=(*strides, 1), writeable=False)
+    return np.ascontiguousarray(view).reshape(-1).data

@@ -1,0 +1,383 @@
+"""Takes things away from a run directory: retention, debris of dead attempts, room for a save.
+
+Invariants: a checkpoint is un-committed (tombstone, durable) before a byte of it goes, and its bytes go later, only if
+no newer incarnation has appeared; of its files the manifest goes first. Only what `safehold.policy` names goes, and
+only by names that this library makes. Nothing goes while the newest checkpoint that would stay lacks a document or a
+file. Deciding and doing are apart: every function here makes its plan from one snapshot, and `dry_run` returns the
+plan.
+
+Must not live here: rules (`safehold.policy.retention`, `safehold.policy.belief`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from safehold.clock import SYSTEM_CLOCK, Clock
+from safehold.errors import CheckpointError, IntegrityError, StorageFullError
+from safehold.format import paths
+from safehold.pipeline import ledger
+from safehold.pipeline.catalog import Catalog, CommitView
+from safehold.pipeline.snapshot import Snapshot
+from safehold.policy import belief, retention
+from safehold.policy.retention import CommitFacts, Keep
+from safehold.tiers.base import Tier
+from safehold.types import CommitId
+
+TEMPORARY_AGE_S = 3600.0
+"""Temporary files of ours that are older than this have no living writer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What was taken away, or would be.
+
+    Attributes:
+        uncommitted: Checkpoints that were un-committed, oldest first.
+        deleted: Attempts whose bytes went.
+        freed_bytes: Sum of the sizes of their files.
+        plans: Digests of plans that went.
+        files: Other files that went: temporaries, records about checkpoints that are gone.
+        problem: Why retention left everything alone, if it did.
+    """
+
+    uncommitted: tuple[CommitId, ...] = ()
+    deleted: tuple[CommitId, ...] = ()
+    freed_bytes: int = 0
+    plans: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    problem: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What `make_room` achieved.
+
+    Attributes:
+        needed_bytes: What was asked for.
+        free_bytes: What is free now; None if the tier cannot tell.
+        swept: What went for it.
+    """
+
+    needed_bytes: int
+    free_bytes: int | None
+    swept: Swept
+
+    @property
+    def enough(self) -> bool:
+        """Whether the save fits now, as far as the tier can tell."""
+        return self.free_bytes is None or self.free_bytes >= self.needed_bytes
+
+
+def facts_of(views: Iterable[CommitView], *, leased: Collection[CommitId] = ()) -> list[CommitFacts]:
+    """Return what retention judges: believed commits whose manifests verify; the others are left for people."""
+    return [
+        CommitFacts(
+            commit=view.commit,
+            created_s=view.manifest.created_s,
+            metrics=dict(view.manifest.metrics),
+            pinned=view.pinned,
+            final=view.manifest.final,
+            leased=view.commit in leased,
+            quarantined=view.quarantine is not None,
+        )
+        for view in views
+        if view.manifest is not None
+    ]
+
+
+def retire(
+    tier: Tier,
+    keep: Keep,
+    *,
+    incarnation: int,
+    grace_s: float,
+    leased: Collection[CommitId] = (),
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Swept:
+    """Apply a keep rule: un-commit what it does not name, delete the bytes of what was un-committed a grace time ago.
+
+    Args:
+        tier: Where the run directory is.
+        keep: The rule.
+        incarnation: Who does it; only the newest may.
+        grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
+        leased: Checkpoints that are being read or replicated.
+        dry_run: Only say what would go.
+        clock: Time, for tombstones and their age.
+
+    Returns:
+        What went. Where the newest checkpoint that stays is not whole, nothing is un-committed and `problem` says why.
+
+    Raises:
+        SupersededError: A newer incarnation owns the run.
+        StorageError: The tier failed.
+    """
+    ledger.check_newest(tier, incarnation)
+    catalog = Catalog(tier, clock=clock)
+    seen = catalog.snapshot()
+    facts = facts_of(catalog.commits(seen), leased=leased)
+    doomed = retention.to_delete(facts, keep)
+    problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
+    if problem is not None:
+        doomed = []
+    for commit in doomed:
+        if not dry_run:
+            _uncommit(tier, commit, incarnation, "retention", seen, clock)
+    if doomed and not dry_run:
+        seen = catalog.snapshot()
+    now_s = clock.wall()
+    due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=now_s, grace_s=grace_s)
+    stones = [commit for commit in due if seen.listing.attempts[commit].tombstones]
+    deleted, freed = _delete_all(tier, seen, stones, incarnation, dry_run=dry_run)
+    return Swept(uncommitted=tuple(doomed), deleted=deleted, freed_bytes=freed, problem=problem)
+
+
+def sweep(
+    tier: Tier,
+    *,
+    incarnation: int,
+    live: Collection[CommitId] | None = None,
+    grace_s: float = 0.0,
+    set_aside: bool = False,
+    plans_in_use: Collection[str] | None = None,
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Swept:
+    """Take away debris: dead attempts, un-committed checkpoints past their grace time, our own stale temporaries.
+
+    Args:
+        tier: Where the run directory is.
+        incarnation: Who does it; only the newest may.
+        live: Attempts of this incarnation that are in flight. None: not known; then no uncommitted attempt of this
+            incarnation goes.
+        grace_s: See `retire`.
+        set_aside: Also whole checkpoints that a rollback set aside; else they stay, for whoever wants them back.
+        plans_in_use: Digests of plans that will be used again without being stored again. None: not known; then no plan
+            goes.
+        dry_run: Only say what would go.
+        clock: Time.
+
+    Raises:
+        SupersededError: A newer incarnation owns the run.
+        StorageError: The tier failed.
+    """
+    ledger.check_newest(tier, incarnation)
+    catalog = Catalog(tier, clock=clock)
+    seen = catalog.snapshot()
+    due = belief.debris(
+        seen.listing,
+        own_incarnation=incarnation,
+        live=live,
+        now_s=clock.wall(),
+        grace_s=grace_s,
+        set_aside=set_aside,
+    )
+    deleted, freed = _delete_all(tier, seen, due, incarnation, dry_run=dry_run)
+    left = set(seen.listing.attempts) - set(deleted)
+    gone_plans = _unused_plans(catalog, seen, left, plans_in_use) if plans_in_use is not None else []
+    orphans = [paths.quarantine(commit) for commit in seen.quarantined if commit not in left]
+    temporaries: list[str] = []
+    if not dry_run:
+        for digest in gone_plans:
+            tier.delete(paths.plan(digest))
+        for path in orphans:
+            tier.delete(path)
+        temporaries = _sweep_temporaries(tier, left)
+        _remove_empty_steps(tier, seen)
+    return Swept(deleted=deleted, freed_bytes=freed, plans=tuple(gone_plans), files=(*orphans, *temporaries))
+
+
+def discard(tier: Tier, commit: CommitId) -> None:
+    """Delete what an attempt that was given up has written; refuses one that is committed.
+
+    Raises:
+        IntegrityError: It has a manifest.
+        StorageError: The tier failed.
+    """
+    directory = paths.checkpoint_dir(commit)
+    if any(entry.name == paths.MANIFEST for entry in tier.list(directory)):
+        raise IntegrityError("the attempt is committed and is not discarded", path=directory, step=commit.step)
+    tier.delete_tree(directory)
+
+
+def make_room(
+    tier: Tier,
+    needed_bytes: int,
+    *,
+    keep: Keep,
+    incarnation: int,
+    live: Collection[CommitId] | None = None,
+    leased: Collection[CommitId] = (),
+    clock: Clock = SYSTEM_CLOCK,
+) -> Room:
+    """Free space for a save that does not fit.
+
+    First debris goes, and what was un-committed, its grace time notwithstanding; then, oldest first and only as far as
+    needed, what the keep rule would let go once the new save is committed. The newest good checkpoint always stays, and
+    so do pinned ones.
+
+    Args:
+        tier: Where the run directory is.
+        needed_bytes: What must be free; more than the tier has frees all that may go.
+        keep: The rule.
+        incarnation: Who does it; only the newest may.
+        live: See `sweep`; the attempt that needs the room is among them.
+        leased: See `retire`.
+        clock: Time.
+
+    Raises:
+        SupersededError: A newer incarnation owns the run.
+        StorageError: The tier failed.
+    """
+    ledger.check_newest(tier, incarnation)
+    if _fits(tier, needed_bytes):
+        return Room(needed_bytes=needed_bytes, free_bytes=tier.free_bytes(), swept=Swept())
+    swept = sweep(tier, incarnation=incarnation, live=live, grace_s=0.0, set_aside=True, clock=clock)
+    catalog = Catalog(tier, clock=clock)
+    seen = catalog.snapshot()
+    views = catalog.commits(seen)
+    facts = facts_of(views, leased=leased)
+    coming = CommitFacts(
+        commit=CommitId(max((f.commit.step for f in facts), default=0) + 1, incarnation, 0), created_s=clock.wall()
+    )
+    doomed = [commit for commit in retention.to_delete([*facts, coming], keep) if commit != _newest_good(facts)]
+    problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
+    uncommitted: list[CommitId] = []
+    deleted, freed = list(swept.deleted), swept.freed_bytes
+    for commit in doomed if problem is None else ():
+        if _fits(tier, needed_bytes):
+            break
+        for buried in _uncommit_for_room(tier, commit, incarnation, seen, clock):
+            gone, size = _delete_all(tier, seen, [buried], incarnation, dry_run=False)
+            deleted.extend(gone)
+            freed += size
+        uncommitted.append(commit)
+    return Room(
+        needed_bytes=needed_bytes,
+        free_bytes=tier.free_bytes(),
+        swept=Swept(
+            uncommitted=tuple(uncommitted),
+            deleted=tuple(deleted),
+            freed_bytes=freed,
+            files=swept.files,
+            problem=problem,
+        ),
+    )
+
+
+def delete_bytes(tier: Tier, commits: Iterable[CommitId], *, incarnation: int) -> tuple[tuple[CommitId, ...], int]:
+    """Delete the bytes of un-committed checkpoints at once, as long as no newer incarnation appears.
+
+    Returns:
+        What went, and how many bytes that freed.
+
+    Raises:
+        SupersededError: A newer incarnation owns the run; what was left may be listed by it.
+    """
+    seen = Catalog(tier).snapshot()
+    believed = set(belief.believed(seen.listing)) | set(belief.shadowed(seen.listing))
+    doomed = [commit for commit in commits if commit in seen.listing.attempts and commit not in believed]
+    return _delete_all(tier, seen, doomed, incarnation, dry_run=False)
+
+
+def _uncommit(
+    tier: Tier, commit: CommitId, incarnation: int, reason: str, seen: Snapshot, clock: Clock
+) -> list[CommitId]:
+    ledger.check_newest(tier, incarnation)
+    return ledger.uncommit(tier, commit.step, incarnation=incarnation, reason=reason, snapshot=seen, clock=clock)
+
+
+def _uncommit_for_room(tier: Tier, commit: CommitId, incarnation: int, seen: Snapshot, clock: Clock) -> list[CommitId]:
+    """As `_uncommit`. Where not even a tombstone fits, deleting the manifests is what un-commits.
+
+    A newer incarnation that could list the checkpoint meanwhile is not to be feared then: its file would not fit.
+    """
+    try:
+        return _uncommit(tier, commit, incarnation, "room for a save", seen, clock)
+    except StorageFullError:
+        there = seen.listing.attempts.items()
+        return sorted(other for other, view in there if other.step == commit.step and view.has_manifest)
+
+
+def _delete_all(
+    tier: Tier, seen: Snapshot, commits: Iterable[CommitId], incarnation: int, *, dry_run: bool
+) -> tuple[tuple[CommitId, ...], int]:
+    gone, freed = [], 0
+    newest = max((commit.step for commit in belief.believed(seen.listing)), default=-1)
+    for commit in commits:
+        if not dry_run:
+            ledger.check_newest(tier, incarnation)
+            # The manifest first, durably: a deletion that is cut short must not leave something that is believed.
+            tier.delete(f"{paths.checkpoint_dir(commit)}/{paths.MANIFEST}")
+            tier.delete_tree(paths.checkpoint_dir(commit))
+            if commit.step < newest:  # steps only grow within an incarnation: nobody makes an attempt there now
+                tier.delete_if_empty(paths.step_dir(commit.step))
+        gone.append(commit)
+        freed += sum(seen.files.get(commit, {}).values())
+    return tuple(gone), freed
+
+
+def _newest_good(facts: Iterable[CommitFacts]) -> CommitId | None:
+    return max((f.commit for f in facts if not f.quarantined), default=None)
+
+
+def _check_newest_good(
+    catalog: Catalog, seen: Snapshot, facts: Iterable[CommitFacts], doomed: Collection[CommitId]
+) -> CheckpointError | None:
+    """Say what is wrong with the newest checkpoint that is to stay; deleting others on its account would be rash."""
+    newest = _newest_good(f for f in facts if f.commit not in doomed)
+    if newest is None:
+        return IntegrityError("no checkpoint that stays is free of a quarantine record")
+    try:
+        checkpoint = catalog.load(newest, run_id=seen.run.run_id if seen.run is not None else None)
+        catalog.check_files(checkpoint)
+    except IntegrityError as exc:
+        return exc
+    return None
+
+
+def _fits(tier: Tier, needed_bytes: int) -> bool:
+    free = tier.free_bytes()
+    return free is not None and free >= needed_bytes
+
+
+def _unused_plans(catalog: Catalog, seen: Snapshot, left: Collection[CommitId], in_use: Collection[str]) -> list[str]:
+    """Plans that no manifest names. Where a manifest cannot be read, what it names is not known, and none goes."""
+    used = set(in_use)
+    for commit in left:
+        if seen.listing.attempts[commit].has_manifest:
+            try:
+                _, manifest = catalog.read_manifest(commit, run_id=seen.run.run_id if seen.run is not None else None)
+            except IntegrityError:
+                return []
+            used.add(manifest.plan_digest)
+    stored = [paths.parse_plan(entry.name) for entry in catalog.tier.list(paths.PLANS)]
+    return [digest for digest in stored if digest is not None and digest not in used]
+
+
+def _sweep_temporaries(tier: Tier, left: Collection[CommitId]) -> list[str]:
+    directories = ["", paths.INCARNATIONS, paths.PLANS, paths.PINS, paths.QUARANTINES, paths.CHECKPOINTS]
+    steps = [paths.parse_step_dir(entry.name) for entry in tier.list(paths.CHECKPOINTS) if entry.is_dir]
+    directories += [paths.step_dir(step) for step in steps if step is not None]
+    directories += [paths.checkpoint_dir(commit) for commit in sorted(left)]
+    swept = []
+    for directory in directories:
+        for name in tier.sweep_temporaries(directory, older_than_s=TEMPORARY_AGE_S):
+            swept.append(f"{directory}/{name}" if directory else name)
+    return swept
+
+
+def _remove_empty_steps(tier: Tier, seen: Snapshot) -> None:
+    """Remove directories of steps that have no attempt left, below all steps that somebody could still write.
+
+    Steps only grow within an incarnation, so nobody makes an attempt below the newest committed step.
+    """
+    newest = max((commit.step for commit in belief.believed(seen.listing)), default=-1)
+    filled = {commit.step for commit in seen.listing.attempts}
+    for entry in tier.list(paths.CHECKPOINTS):
+        step = paths.parse_step_dir(entry.name)
+        if step is not None and entry.is_dir and step < newest and step not in filled:
+            tier.delete_if_empty(paths.step_dir(step))
