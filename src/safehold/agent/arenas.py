@@ -1,0 +1,263 @@
+"""The arenas of a node: one per rank, owned by the agent, outliving trainers.
+
+Invariants: at most `budget_bytes` are allocated at any time; one generation per rank. What an arena holds (`content`) is set after a
+commit, by the save that used it last, and cleared before the next byte may be staged, so that a restore never reads a mixture. An
+arena that a flusher may still be reading is never handed out. Whoever waits for an arena is called exactly once, whatever becomes of
+it. Used from the dispatcher thread only; pages are populated in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+from safehold.errors import CheckpointError, ConfigurationError, StorageFullError
+from safehold.host import memfd, memory
+from safehold.types import CommitId
+
+Post = Callable[[Callable[[], None]], None]
+Ready = Callable[["Arena | None", CheckpointError | None], None]
+PAGE_BYTES = 4096
+BUDGET_SHARE = 0.6
+TRIM_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Arena:
+    """One rank's host memory.
+
+    Attributes:
+        arena_id: Counts up per agent; never reused.
+        rank: Whose.
+        size_bytes: Capacity.
+        fd: The sealed memfd; -1 until allocated.
+        busy: A save is staging into it or flushing from it.
+        num_uses: How many saves it was given to; tells the last of them from earlier ones.
+        content: The commit whose bytes it holds whole, if it does.
+        packs: (arena offset, size) of the packs of `content`.
+        waiting: Who wants it once it is populated, or free.
+    """
+
+    arena_id: int
+    rank: int
+    size_bytes: int
+    fd: int = -1
+    busy: bool = False
+    num_uses: int = 0
+    content: CommitId | None = None
+    packs: list[tuple[int, int]] = field(default_factory=list)
+    waiting: list[Ready] = field(default_factory=list)
+
+    def use(self) -> int:
+        """A save takes it: nothing that it held counts any more. Returns the number of this use."""
+        self.busy, self.content, self.packs = True, None, []
+        self.num_uses += 1
+        return self.num_uses
+
+
+class ArenaPool:
+    """All arenas of this agent.
+
+    Args:
+        post: Runs a function in the dispatcher.
+        budget_bytes: Upper bound; 0: a share of the memory available at the first allocation.
+        released: Told the id of each arena that is let go, so that nobody else keeps its pages.
+    """
+
+    def __init__(self, post: Post, budget_bytes: int, released: Callable[[int], None] = lambda _: None) -> None:
+        self._post, self._released = post, released
+        self._configured_budget = budget_bytes
+        self._budget = budget_bytes
+        self._arenas: dict[int, Arena] = {}
+        self._lost_bytes = 0
+        self._parted: list[Arena] = []
+        self._ranks: set[int] | None = None
+        self._next_id = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes allocated, those given up to stuck flushers included."""
+        return sum(arena.size_bytes for arena in (*self._arenas.values(), *self._parted)) + self._lost_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The bound in force; 0 before the first allocation."""
+        return self._budget
+
+    def of(self, rank: int) -> Arena | None:
+        """Return a rank's arena, if it has one whose pages exist."""
+        arena = self._arenas.get(rank)
+        return arena if arena is not None and arena.fd >= 0 else None
+
+    def holding(self, commit: CommitId) -> list[Arena]:
+        """Return the arenas that hold this commit."""
+        return [arena for arena in self._arenas.values() if arena.fd >= 0 and arena.content == commit]
+
+    def ranks_with_content(self, steps: set[int]) -> set[int]:
+        """Return the ranks whose arenas hold a commit of one of these steps."""
+        return {rank for rank, arena in self._arenas.items() if arena.content and arena.content.step in steps}
+
+    def fitting(self, size_bytes: int, num_ranks: int, smallest_ring_bytes: int) -> int:
+        """Return how much of `size_bytes` a rank gets within the budget, shared by the node's ranks alike: all of it, or a ring.
+
+        A ring is a multiple of `smallest_ring_bytes`; where not even one of those fits, the whole is returned, and refused by
+        `acquire` by name.
+        """
+        if not self._budget:
+            self._budget = self._configured_budget or memory.budget_bytes(memory.available_memory(), share=BUDGET_SHARE)
+        share = (self._budget - self._lost_bytes) // max(1, num_ranks)
+        ring = share // smallest_ring_bytes * smallest_ring_bytes
+        return size_bytes if size_bytes <= share or ring <= 0 else ring
+
+    def acquire(self, rank: int, size_bytes: int, ready: Ready) -> None:
+        """Give `rank` an arena of at least `size_bytes`; `ready` runs in the dispatcher, at once where it exists already."""
+        size_bytes = max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        arena = self._arenas.get(rank)
+        if arena is not None and (arena.fd < 0 or arena.busy):
+            # Asked for again then: the arena that was waited for may be too small, or taken by somebody before us.
+            arena.waiting.append(
+                lambda _, error: ready(None, error) if error else self.acquire(rank, size_bytes, ready)
+            )
+            return
+        if arena is not None and arena.size_bytes >= size_bytes:
+            ready(arena, None)
+            return
+        if arena is not None:
+            self.release(rank)
+        self._allocate(rank, size_bytes, ready)
+
+    def _allocate(self, rank: int, size_bytes: int, ready: Ready) -> None:
+        if self._budget and self.total_bytes + size_bytes > self._budget:
+            self._drop_strangers()
+        if self._budget and self.total_bytes + size_bytes > self._budget:
+            hint = "raise memory_budget_bytes, or use more nodes; training goes on without this save"
+            text = (
+                f"staging needs {size_bytes:,} bytes of host memory for this rank; {self.total_bytes:,} of the budget of "
+                f"{self._budget:,} bytes are taken"
+            )
+            ready(None, ConfigurationError(text, rank=rank, hint=hint))
+            return
+        arena = Arena(self._next_id, rank, size_bytes, waiting=[ready])
+        self._next_id += 1
+        self._arenas[rank] = arena
+        work = threading.Thread(target=self._populate, args=(arena,), name=f"populate-{rank}", daemon=True)
+        try:
+            work.start()
+        except RuntimeError as exc:
+            self._populated(arena, -1, StorageFullError(f"no thread for populating: {exc}", rank=rank, tier="memory"))
+
+    def _populate(self, arena: Arena) -> None:
+        fd = -1
+        error: CheckpointError | None = None
+        hint = "lower memory_budget_bytes or the state"
+        try:
+            fd = memfd.create(arena.size_bytes, f"arena-{arena.rank}")
+            with memfd.Mapping(fd) as mapping:
+                memfd.populate(mapping, cancelled=lambda: self._arenas.get(arena.rank) is not arena)
+        except CheckpointError as exc:
+            error = exc
+        except Exception as exc:
+            text = f"cannot allocate {arena.size_bytes:,} bytes of host memory: {exc or type(exc).__name__}"
+            error = StorageFullError(text, rank=arena.rank, tier="memory", hint=hint)
+        self._post(lambda: self._populated(arena, fd, error))
+
+    def _populated(self, arena: Arena, fd: int, error: CheckpointError | None) -> None:
+        if self._arenas.get(arena.rank) is not arena:
+            error = error or ConfigurationError("the arena was given up while it was allocated", rank=arena.rank)
+        elif error is not None:
+            del self._arenas[arena.rank]
+        if error is None:
+            arena.fd = fd
+        elif fd >= 0:
+            os.close(fd)
+        self._tell_waiting(arena, error)
+
+    @staticmethod
+    def _tell_waiting(arena: Arena, error: CheckpointError | None) -> None:
+        waiting, arena.waiting = arena.waiting, []
+        for ready in waiting:
+            ready(None if error else arena, error)
+
+    def free(self, arena: Arena) -> None:
+        """A save has let go of its arena: whoever waits for it is next."""
+        arena.busy = False
+        if arena in self._parted:
+            self._parted.remove(arena)
+            self._let_go(arena)
+        self._tell_waiting(arena, None)
+
+    def hold(self, arena: Arena, use: int, commit: CommitId, packs: list[tuple[int, int]]) -> None:
+        """Note that an arena holds a commit whole, unless it went, or somebody used it since."""
+        if self.of(arena.rank) is arena and arena.num_uses == use:
+            arena.content, arena.packs = commit, list(packs)
+
+    def release(self, rank: int) -> None:
+        """Free a rank's arena."""
+        arena = self._arenas.pop(rank, None)
+        if arena is not None:
+            self._let_go(arena)
+
+    def _let_go(self, arena: Arena) -> None:
+        if arena.fd >= 0:
+            os.close(arena.fd)
+            arena.fd = -1
+            self._released(arena.arena_id)
+
+    def part_with(self, rank: int) -> None:
+        """Never hand out a rank's arena again: a process that lives on may still write to it. A flush that reads it goes on."""
+        arena = self._arenas.get(rank)
+        if arena is not None and arena.busy:
+            del self._arenas[rank]
+            self._parted.append(arena)
+        else:
+            self.release(rank)
+
+    def give_up(self, arena: Arena) -> None:
+        """Abandon an arena that a stuck flusher may still be reading; its bytes keep counting against the budget."""
+        if self._arenas.get(arena.rank) is arena:
+            self._lost_bytes += arena.size_bytes
+            self.release(arena.rank)
+        self.free(arena)
+
+    def recovered(self) -> None:
+        """All stuck flushers have ended: the pages given up are free again."""
+        self._lost_bytes = 0
+
+    def trim(self, rank: int, keep_bytes: int) -> None:
+        """Give the pages above `keep_bytes` back to the machine (the area that only a first comparison needs)."""
+        arena = self.of(rank)
+        keep_bytes = -(-keep_bytes // PAGE_BYTES) * PAGE_BYTES
+        if arena is not None and arena.size_bytes - keep_bytes > TRIM_BYTES:
+            memfd.punch_hole(arena.fd, keep_bytes, arena.size_bytes - keep_bytes)
+            arena.size_bytes = keep_bytes
+
+    def drop_idle(self, ranks: Set[int], keep: Set[int]) -> None:
+        """From now on `ranks` save here; of other ranks' arenas only those of `keep` stay, until their memory is needed."""
+        self._ranks = set(ranks)
+        self._drop_strangers(keep)
+
+    def _drop_strangers(self, keep: Set[int] = frozenset()) -> None:
+        known = self._ranks
+        if known is not None:
+            for rank in [rank for rank, arena in self._arenas.items() if rank not in known | keep and not arena.busy]:
+                self.release(rank)
+
+    def configure(self, budget_bytes: int) -> None:
+        """Another job has another budget; idle arenas go if they take more than that."""
+        if budget_bytes != self._configured_budget:
+            self._configured_budget = self._budget = budget_bytes
+        if self._budget and self.total_bytes > self._budget:
+            for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
+                self.release(rank)
+
+    def forget(self) -> None:
+        """The run directory holds another run by now: what arenas hold is nobody's."""
+        for arena in self._arenas.values():
+            arena.content, arena.packs = None, []
+
+    def close(self) -> None:
+        """Free everything."""
+        for rank in list(self._arenas):
+            self.release(rank)

@@ -1,0 +1,236 @@
+"""The flusher process: carries out the agent's calls on a tier, each in a thread of its own.
+
+Invariants: it is the only process of the agent that touches storage, so that one which a dead disk holds for ever can be abandoned. It
+takes calls from the socket it was started with and from nowhere else, answers each exactly once, and ends when that socket ends.
+It never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from safehold.agent.plugins import install_listener
+from safehold.config import Config
+from safehold.errors import CheckpointError, StorageError, StorageFullError, SupersededError, from_os_error
+from safehold.events import EventStream
+from safehold.host.control import RankControl
+from safehold.host.memfd import Mapping
+from safehold.host.sockets import Channel, ChannelClosed
+from safehold.pipeline import ledger, maintenance
+from safehold.pipeline.flush import FlushJob, StagedWord, flush_rank
+from safehold.tiers.base import Tier
+from safehold.tiers.open import open_tier
+from safehold.types import CommitId
+
+_ARENAS_KEPT = 256
+_CANCELS_KEPT = 1024
+NOT_BEGUN_POLL_S = 0.002
+
+
+class FlusherProcess:
+    """State of the process: the tier, mapped arenas, and the flags that cancel flushes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._tier: Tier | None = None
+        self._config = Config()
+        self._url = ""
+        self._cancelled: dict[tuple[int, int, int], threading.Event] = {}
+        self._arenas: dict[int, Mapping] = {}
+        self._lock = threading.Lock()
+        self._tier_lock = threading.Lock()
+        self._room_lock = threading.Lock()
+        self.events = EventStream("flusher")
+        self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {"flush": self._flush}
+
+    def serve(self) -> None:
+        """Take calls until the agent's end closes."""
+        while True:
+            try:
+                data, fds = self._channel.recv(timeout_s=None)
+            except ChannelClosed:
+                return
+            call = msgspec.msgpack.decode(data or _read_large(fds.pop()), type=dict[str, Any])
+            operation, arguments = str(call["op"]), dict(call["args"])
+            if operation == "start":
+                self._url, self._config = arguments["url"], Config.from_wire(arguments["config"])
+                # Opened afresh by each start of the job: the directory may have been replaced meanwhile, and its
+                # attempts may have the names of others that were abandoned here.
+                self._tier = None
+                with self._lock:
+                    self._cancelled = {key: flag for key, flag in self._cancelled.items() if not flag.is_set()}
+            elif operation == "forget":
+                with self._lock:
+                    self._arenas.pop(arguments["arena_id"], None)  # whoever still reads it holds it
+            elif operation == "cancel":
+                self._cancel(arguments)
+                self._answer(call["id"], True, None)
+            else:
+                threading.Thread(
+                    target=self._run, args=(call["id"], operation, arguments, fds), name=operation, daemon=True
+                ).start()
+
+    def _run(self, number: int, operation: str, arguments: dict[str, Any], fds: list[int]) -> None:
+        value, error = None, None
+        step = arguments.get("commit", [None])[0]
+        try:
+            with self.events.span(operation, step=step, rank=arguments.get("rank")):
+                own = self._operations.get(operation)
+                if own is not None:
+                    value = own(arguments, fds)
+                else:
+                    value = maintenance.OPERATIONS[operation](self._open(), self._config, arguments, self.events)
+        except CheckpointError as exc:
+            error = exc
+        except OSError as exc:
+            error = from_os_error(exc, operation, tier="flash")
+        except Exception as exc:
+            error = StorageError(f"{operation} failed: {type(exc).__name__}: {exc}", path=self._url)
+        finally:
+            for fd in fds:
+                _close(fd)
+        if isinstance(error, StorageError) and operation in ("flush", "record", "publish"):
+            error = self._superseded(arguments["commit"]) or error
+        self._answer(number, value, error)
+
+    def _superseded(self, commit: list[int]) -> CheckpointError | None:
+        """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
+        step, incarnation, _ = commit
+        try:
+            ledger.check_newest(self._open(), incarnation)
+        except SupersededError as exc:
+            exc.step = step
+            return exc
+        except CheckpointError:
+            return None
+        return None
+
+    def _answer(self, number: int, value: Any, error: CheckpointError | None) -> None:
+        reply = {"id": number, "value": value, "error": error.to_wire() if error else None}
+        try:
+            self._channel.send(msgspec.msgpack.encode(reply), timeout_s=30.0)
+        except (OSError, CheckpointError):
+            os._exit(0)
+
+    def _open(self) -> Tier:
+        with self._tier_lock:
+            if self._tier is None:
+                self._tier = open_tier(self._url, direct=self._config.direct_io)
+            return self._tier
+
+    def _cancel(self, arguments: dict[str, Any]) -> None:
+        self._cancelled_of(tuple(arguments["commit"])).set()
+
+    def _cancelled_of(self, key: tuple[int, int, int]) -> threading.Event:
+        """Return the flag that abandons the flushes of an attempt; it may be set before the first of them begins."""
+        with self._lock:
+            while len(self._cancelled) >= _CANCELS_KEPT:
+                del self._cancelled[next(iter(self._cancelled))]
+            return self._cancelled.setdefault(key, threading.Event())
+
+    def _mapped(self, arena_id: int, fd: int, size: int) -> Mapping:
+        with self._lock:
+            found = self._arenas.get(arena_id)
+            if found is None:
+                while len(self._arenas) >= _ARENAS_KEPT:
+                    self._arenas.pop(next(iter(self._arenas)))
+                found = self._arenas[arena_id] = Mapping(fd, size, writable=False)
+            return found
+
+    def _flush(self, arguments: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        commit = CommitId(*arguments["commit"])
+        key = (commit.step, commit.incarnation, commit.attempt)
+        arena_fd, control_fd, wake_fd = fds
+        cancelled = self._cancelled_of(key)
+        job = FlushJob(
+            commit=commit,
+            node=arguments["node"],
+            rank=arguments["rank"],
+            packs=tuple((start, size) for start, size in arguments["packs"]),
+            compare=tuple((key_, start, size) for key_, start, size in arguments["compare"]),
+            staged_total=arguments["staged_total"],
+            block_bytes=self._config.flush_block_bytes,
+            threads=self._config.flush_threads,
+            rate_bytes_s=self._config.flush_rate_bytes_s // max(1, arguments["num_ranks"]),
+            deadline_s=arguments["deadline_s"],
+            ring_bytes=arguments["ring_bytes"],
+        )
+        mapping = self._mapped(arguments["arena_id"], arena_fd, arguments["arena_bytes"])
+        with closing(RankControl.attach(os.dup(control_fd), os.dup(wake_fd))) as control:
+            save_seq = arguments["save_seq"]
+            control.begin_flush(save_seq)
+            word = _staged_word(control, save_seq)
+            result = flush_rank(
+                self._open(),
+                job,
+                mapping.view,
+                word,
+                cancelled,
+                make_room=lambda exc: self._make_room(arguments, exc),
+                flushed=lambda done: control.advance_flushed(save_seq, done),
+            )
+        return {
+            "packs": [msgspec.to_builtins(record) for record in result.packs],
+            "compare": result.compare,
+            "timings": {
+                "allocate_s": result.allocate_s,
+                "write_s": result.write_s,
+                "sync_s": result.sync_s,
+            },
+        }
+
+    def _make_room(self, arguments: dict[str, Any], exc: StorageFullError) -> bool:
+        """Delete what no keep rule protects; True if that freed something, so that the allocation is tried again."""
+        with self._room_lock:
+            self.events.emit("make_room", "started", error=str(exc))
+            arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
+            return bool(maintenance.make_room(self._open(), self._config, arguments, self.events))
+
+
+def _staged_word(control: RankControl, save_seq: int) -> StagedWord:
+    def wait(seen: int, timeout_s: float) -> None:
+        if control.wait_staged(save_seq, seen, timeout_s) is None:
+            time.sleep(min(timeout_s, NOT_BEGUN_POLL_S))
+
+    return StagedWord(lambda: control.staged_of(save_seq) or 0, wait)
+
+
+def _read_large(fd: int) -> bytes:
+    """Read a call that was too long for a message."""
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `python -m safehold.agent.flusher --fd N`."""
+    parser = argparse.ArgumentParser(prog="safehold.agent.flusher")
+    parser.add_argument("--fd", type=int, required=True, help="socket to the agent")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    process = FlusherProcess(Channel.from_fd(options.fd))
+    install_listener(process.events)
+    process.serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""The agent: connections in, one dispatcher, sessions, and the decision to leave.
+
+Invariants: everything but receiving, sending and populating memory happens in the dispatcher thread, which never blocks on a socket or on
+storage. A connection that breaks the protocol is closed and harms nobody else. The agent leaves when its trainers have been gone for
+the linger time and nothing is in flight, or when it is told to (SIGTERM): then it finishes what all ranks had staged and abandons the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from safehold._version import __version__
+from safehold.agent import messages as m
+from safehold.agent.arenas import ArenaPool
+from safehold.agent.connection import Connection
+from safehold.agent.flusher_client import Flusher
+from safehold.agent.session import Session
+from safehold.clock import SYSTEM_CLOCK, Clock
+from safehold.config import Config
+from safehold.errors import (
+    AgentUnavailableError,
+    CheckpointError,
+    ConfigurationError,
+    SupersededError,
+)
+from safehold.events import EventStream
+from safehold.host.sockets import Channel, ChannelClosed, Listener
+
+ORDERLY_LINGER_S = 1.0
+FIRST_LINGER_S = 10.0
+TERM_GRACE_S = 20.0
+FAREWELL_S = 1.0
+ACCEPT_RETRY_S = 0.2
+SETTLE_SHARE, OPEN_SHARE = (
+    0.5,
+    0.4,
+)  # of the time for a start: the trainer hears what took too long before its own time is over
+MAX_WAIT_S = 1.0
+
+
+class AgentServer:
+    """Serves one run on one node.
+
+    Args:
+        url: The run directory, as path or URL.
+        listener: Where trainers connect.
+        log_fd: Log, for flushers.
+        events: The agent's event stream.
+        clock: Time.
+    """
+
+    def __init__(
+        self, url: str, listener: Listener, *, log_fd: int | None, events: EventStream, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.url = url
+        self._listener, self._log_fd, self._events, self._clock = listener, log_fd, events, clock
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sessions: dict[str, Session] = {}
+        self._current: Session | None = None
+        self._pool: ArenaPool | None = None
+        self._flusher: Flusher | None = None
+        self._config = Config()
+        self._connections: set[Connection] = set()
+        self._leaving = self._stopping = False
+        self._stop_at: float | None = None
+        self._linger_until = clock.monotonic() + FIRST_LINGER_S
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Run `work` in the dispatcher."""
+        self._queue.put(work)
+
+    def serve(self) -> None:
+        """Run until it is time to leave."""
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        while not self._done():
+            try:
+                work = self._queue.get(timeout=self._patience())
+            except queue.Empty:
+                work = _nothing
+            for part in (work, self._tick):
+                try:
+                    part()
+                except Exception as exc:
+                    self._events.emit("agent", "failed", error=f"{type(exc).__name__}: {exc}")
+                    traceback.print_exc()
+        self._stopping = True
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        for connection in list(self._connections):
+            connection.flush(FAREWELL_S)
+        if self._flusher is not None:
+            self._flusher.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def terminate(self) -> None:
+        """Leave after finishing what all ranks have staged; called from a signal handler's thread."""
+        self.post(self._terminate)
+
+    def _terminate(self) -> None:
+        if self._leaving:
+            return
+        self._leaving = True
+        self._stop_at = self._clock.monotonic() + TERM_GRACE_S
+
+        def settled() -> None:
+            self._stop_at = self._clock.monotonic()
+
+        session = self._current
+        if session is None:
+            settled()
+        else:
+            session.settle(settled, TERM_GRACE_S)
+
+    def _done(self) -> bool:
+        now = self._clock.monotonic()
+        if self._stop_at is not None and now >= self._stop_at:
+            return True
+        idle = not any(session.peers for session in self._sessions.values()) and not self._in_flight()
+        if not idle:
+            self._linger_until = max(self._linger_until, now)
+            return False
+        return now >= self._linger_until
+
+    def _in_flight(self) -> bool:
+        lead = self._current.lead if self._current is not None else None
+        return (lead is not None and lead.num_open > 0) or (self._flusher is not None and self._flusher.num_open > 0)
+
+    def _patience(self) -> float:
+        due = [self._clock.monotonic() + MAX_WAIT_S]
+        if self._stop_at is not None:
+            due.append(self._stop_at)
+        if self._flusher is not None and (when := self._flusher.next_deadline()) is not None:
+            due.append(when)
+        if self._current is not None and (when := self._current.next_deadline()) is not None:
+            due.append(when)
+        return max(0.001, min(due) - self._clock.monotonic())
+
+    def _tick(self) -> None:
+        if self._flusher is not None:
+            self._flusher.check_deadlines()
+            if self._flusher.abandoned and self._flusher.reap_abandoned() and self._pool is not None:
+                self._pool.recovered()
+        if self._current is not None:
+            self._current.tick()
+
+    # -- connections -----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                channel = self._listener.accept()
+            except ChannelClosed:
+                if self._stopping:
+                    return
+                time.sleep(ACCEPT_RETRY_S)  # out of descriptors, say: that passes
+                continue
+            threading.Thread(target=self._receive, args=(channel,), name="trainer", daemon=True).start()
+
+    def _receive(self, channel: Channel) -> None:
+        connection = Connection(channel)
+        self.post(lambda: self._connections.add(connection))
+        while True:
+            fds: list[int] = []
+            try:
+                data, fds = channel.recv(timeout_s=None)
+                message = m.decode_request(data)
+                payload = _read_payload(message, fds)
+            except Exception:  # it ended, or what came is no message of ours: either way this connection is over
+                self.post(lambda: self._gone(connection))
+                return
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            self.post(lambda message=message, payload=payload: self._handle(connection, message, payload))  # type: ignore[misc]
+
+    def _gone(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        session = connection.session
+        if session is not None and connection.rank >= 0:
+            session.detach(connection.rank, connection, orderly=connection.orderly and not connection.linger)
+            if not any(entry.peers for entry in self._sessions.values()):
+                stays = session.disorderly and self._current is not None  # where no run was opened nobody comes back
+                linger_s = self._config.agent_linger_s if stays else ORDERLY_LINGER_S
+                self._linger_until = self._clock.monotonic() + linger_s
+            self._forget(session)
+        connection.close()
+
+    def _forget(self, session: Session) -> None:
+        """Drop a session that no rank is left of, unless its ranks may come back."""
+        if not session.peers and session is not self._current:
+            self._sessions.pop(session.token, None)
+            session.close()
+
+    def _handle(self, connection: Connection, message: m.Request, payload: dict[str, bytes] | None) -> None:
+        try:
+            match message:
+                case m.StatusAsk():
+                    connection.reply(m.Status(message.id, self._facts()))
+                case m.Hello():
+                    self._hello(connection, message)
+                case m.Bye():
+                    connection.orderly, connection.linger = True, message.linger
+                    connection.reply(m.Done(message.id))
+                case m.Begin() if self._leaving:
+                    raise AgentUnavailableError("the agent is leaving", rank=connection.rank)
+                case m.OpenRun():
+                    self._open_run(connection, self._session_of(connection), message)
+                case _:
+                    self._session_of(connection).handle(connection, message, payload)
+        except CheckpointError as exc:
+            connection.refuse(message.id, exc)
+        except Exception as exc:
+            traceback.print_exc()
+            text = f"the agent cannot carry out {type(message).__name__}: {type(exc).__name__}: {exc}"
+            connection.refuse(message.id, ConfigurationError(text, hint="the agent's log has more"))
+
+    def _session_of(self, connection: Connection) -> Session:
+        if connection.session is None:
+            raise ConfigurationError("say hello first")
+        return connection.session
+
+    def _hello(self, connection: Connection, hello: m.Hello) -> None:
+        if connection.session is not None:
+            raise ConfigurationError("this connection has said hello before", rank=hello.rank)
+        if self._leaving:
+            raise AgentUnavailableError("the agent is leaving", rank=hello.rank, hint="try again in a moment")
+        if hello.protocol != m.PROTOCOL or hello.version != __version__:
+            self._make_room(hello)
+        session = self._sessions.get(hello.world.token)
+        if session is None or session is not self._current:
+            self._refuse_if_older(hello)
+        if session is None:
+            session = self._new_session(hello)
+        session.refuse_if_ended(hello.rank)
+        control, node_control = session.attach(connection, hello)
+        connection.rank, connection.session = hello.rank, session
+        fds = (*control.fds, node_control.block_fd)
+        connection.reply(m.Welcome(hello.id, __version__, os.getpid()), fds)
+        if session.incarnation and session is not self._current:
+            self._switch(session)
+
+    def _refuse_if_older(self, hello: m.Hello) -> None:
+        """A trainer comes back to an agent that serves a newer incarnation already."""
+        current = self._current
+        if current is not None and hello.incarnation and current.incarnation > hello.incarnation:
+            text = f"incarnation {current.incarnation} owns the run now; this is {hello.incarnation}"
+            hint = "another job was started in this run directory; stop this one, or give it a directory of its own"
+            raise SupersededError(text, rank=hello.rank, hint=hint)
+
+    def _make_room(self, hello: m.Hello) -> None:
+        """A trainer of another version came: finish, leave, and say so."""
+        text = f"the agent runs safehold {__version__}, the trainer {hello.version}"
+        if not any(session.peers for session in self._sessions.values()):
+            self._terminate()
+            raise AgentUnavailableError(f"{text}; it drains and leaves", rank=hello.rank, hint="try again in a moment")
+        hint = "another job of this run directory is still running; stop it first"
+        raise ConfigurationError(text, rank=hello.rank, hint=hint)
+
+    def _new_session(self, hello: m.Hello) -> Session:
+        world = hello.world
+        nodes = range(len(world.node_names))
+        if not 0 <= hello.rank < world.world_size == len(world.node_of) or not set(world.node_of) <= set(nodes):
+            text = f"rank {hello.rank} of {world.world_size} on nodes {world.node_of[:8]} makes no world"
+            raise ConfigurationError(text, rank=hello.rank)
+        if self._pool is None or self._flusher is None:
+            self._config = Config.from_wire(hello.config)
+            flusher = self._flusher = Flusher(
+                self.url,
+                hello.config,
+                post=self.post,
+                clock=self._clock,
+                events=self._events,
+                log_fd=self._log_fd,
+            )
+            self._pool = ArenaPool(self.post, self._config.memory_budget_bytes, released=flusher.forget)
+        session = Session(
+            hello, pool=self._pool, flusher=self._flusher, post=self.post, clock=self._clock, events=self._events
+        )
+        self._sessions[session.token] = session
+        return session
+
+    def _switch(self, session: Session) -> None:
+        old = self._current
+        if old is not None and old is not session:
+            old.end(session.incarnation)
+        if old is not None and old.run_id != session.run_id and self._pool is not None:
+            self._pool.forget()
+        self._current, self._config = session, session.config
+        if self._pool is not None:
+            self._pool.configure(session.config.memory_budget_bytes)
+        if old is not None and old is not session:
+            self._sessions.pop(old.token, None)
+            self._forget(old)
+
+    # -- opening a run -----------------------------------------------------------------------------------------------------
+
+    def _open_run(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
+        session.refuse_if_ended(connection.rank)
+        if connection.rank != 0:
+            raise ConfigurationError("only rank 0 opens a run", rank=connection.rank)
+        old = self._current
+
+        def settled() -> None:
+            self._create_incarnation(connection, session, message)
+
+        if old is None or old is session or old.ended_by:
+            settled()
+        else:
+            old.settle(settled, session.config.start_timeout_s * SETTLE_SHARE)
+
+    def _create_incarnation(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
+        assert self._flusher is not None and self._pool is not None
+        flusher, pool = self._flusher, self._pool
+
+        def opened(value: Any, error: CheckpointError | None) -> None:
+            if error is not None:
+                connection.refuse(message.id, error)
+                if self._current is not None and self._current is not session:
+                    self._current.resume()
+                return
+            if session.token not in self._sessions:  # its ranks have left meanwhile
+                if self._current is not None:
+                    self._current.end(value["incarnation"])
+                return
+            old = self._current
+            warnings = [] if old is None or old is session else old.taken_over()
+            session.opened(value["run_id"], value["incarnation"], value["steps"])
+            self._switch(session)
+            pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
+            newest = max(value["steps"], default=None)
+            connection.reply(
+                m.RunOpened(message.id, session.run_id, session.incarnation, newest, value["notes"], warnings)
+            )
+
+        flusher.configure(session.config.to_wire())
+        arguments: dict[str, Any] = {"token": session.token, "up_to": None, "exclude": [], "reason": "start"}
+        flusher.call("open_run", arguments, opened, timeout_s=session.config.start_timeout_s * OPEN_SHARE)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "run": self.url,
+            "arenas_bytes": self._pool.total_bytes if self._pool else 0,
+            "budget_bytes": self._pool.budget_bytes if self._pool else 0,
+            "flusher_pid": self._flusher.pid if self._flusher else None,
+            "flusher_calls": self._flusher.num_open if self._flusher else 0,
+            "flushers_replaced": self._flusher.replaced if self._flusher else 0,
+            "session": self._current.facts() if self._current else None,
+            "leaving": self._leaving,
+        }
+
+
+def _read_payload(message: m.Request, fds: list[int]) -> dict[str, bytes] | None:
+    """Return the objects that came in a descriptor.
+
+    Raises:
+        OSError: It cannot be read.
+        msgspec.DecodeError: It holds something else.
+    """
+    if not (isinstance(message, m.Staged) and message.objects_fd and fds):
+        return None
+    with os.fdopen(os.dup(fds[0]), "rb") as file:
+        file.seek(0)
+        return msgspec.msgpack.decode(file.read(), type=dict[str, bytes])
+
+
+def _nothing() -> None:
+    """What the dispatcher does when only time has passed."""

@@ -1,0 +1,228 @@
+"""The arena of this rank: mapped, filled by the stager, at once, in waves, or beside training.
+
+Invariants: an arena is unmapped (and unpinned before) only while nothing copies into it; what copies into one is over, or cancelled, before
+the next save begins. Headers and padding are written again unless the arena is known to have them. `save`s come from one thread;
+hooks of optimizers, and `prepare`, from any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from safehold.agent import messages as m
+from safehold.config import Config
+from safehold.errors import CheckpointError, CommitError, DeadlineError, SkippedError
+from safehold.host.device import Device, open_device
+from safehold.host.memfd import Mapping, populate
+from safehold.pipeline.layout import Comparison, SaveLayout
+from safehold.pipeline.staging import StageItem, Stager, Ticket
+from safehold.state.leaves import Leaves
+from safehold.trainer.connection import Run, map_arena
+from safehold.trainer.handles import SaveHandle
+
+log = logging.getLogger("safehold")
+
+
+class ArenaWriter:
+    """See the module.
+
+    Args:
+        run: The run that was joined.
+        config: Settings.
+    """
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self._run, self._config = run, config
+        self._lock = threading.Lock()
+        self._device: Device | None = None
+        self._stager: Stager | None = None
+        self._written: tuple[str, Mapping] | None = None
+        self._open: tuple[Ticket, SaveHandle] | None = None
+        self._saving = False
+        self._preparing: Mapping | None = None
+        self._hung = False
+        self._pid = os.getpid()
+
+    # -- the arena itself ------------------------------------------------------------------------------------------------
+
+    def map(self, reply: m.Granted | m.Prepared, fds: list[int]) -> Mapping:
+        """Map the arena that the agent gave, unless it is mapped already; takes the descriptors."""
+        with self._lock:
+            return map_arena(self._run, reply.arena_id, fds)
+
+    def prepare(self, reply: m.Prepared, fds: list[int], leaves: Leaves) -> None:
+        """Get an arena's pages into this process, and pinned."""
+        with self._lock:
+            arena = self._preparing = map_arena(self._run, reply.arena_id, fds)
+        try:
+            populate(arena)
+            self._device_for(leaves).prepare_host(arena)
+        finally:
+            self._preparing = None
+        self._let_go()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a save: finishes the staging before it, and keeps arenas from being unmapped meanwhile."""
+        self.finish()
+        with self._lock:
+            self._saving = True
+        try:
+            yield
+        except SkippedError:
+            raise
+        except BaseException:
+            self._drop_stager()
+            raise
+        finally:
+            self._saving = False
+
+    def reset(self) -> None:
+        """Another agent has other arenas."""
+        self._written = None
+
+    def _let_go(self, *, now: bool = False) -> None:
+        """Unmap arenas that were replaced, unless something may still copy into one: then the next save does it (`now`)."""
+        with self._lock:
+            if self._hung or not (now or (not self._saving and self._open is None)):
+                return
+            retired = [mapping for mapping in self._run.retired if mapping is not self._preparing]
+            self._run.retired = [mapping for mapping in self._run.retired if mapping is self._preparing]
+            if self._stager is not None and self._stager.mapping in retired:
+                self._drop_stager()
+            if self._written is not None and self._written[1] in retired:
+                self._written = None
+        for mapping in retired:
+            try:
+                if self._device is not None:
+                    self._device.release_host(mapping)
+                mapping.close()
+            except CheckpointError as exc:
+                log.warning("safehold: an arena stays mapped: %s", exc)
+
+    def _device_for(self, leaves: Leaves) -> Device:
+        if self._device is None:
+            self._device = open_device([view for leaf in leaves.tensors for _, view in leaf.pieces])
+        return self._device
+
+    def _stager_for(self, leaves: Leaves, arena: Mapping) -> Stager:
+        self._let_go(now=True)
+        if self._stager is None or self._stager.mapping is not arena:
+            control = self._run.client.control
+            assert control is not None
+            self._stager = Stager(self._device_for(leaves), arena, control)
+        return self._stager
+
+    # -- staging ---------------------------------------------------------------------------------------------------------
+
+    def write_headers(self, layout: SaveLayout, arena: Mapping) -> None:
+        """Write pack headers and padding, unless this very layout was staged into this arena last time."""
+        if self._written is not None and self._written[0] == layout.digest and self._written[1] is arena:
+            return
+        self._written = None
+        for offset, data in layout.headers:
+            arena.view[offset : offset + len(data)] = data
+        self._written = (layout.digest, arena)
+
+    def stage(
+        self,
+        handle: SaveHandle,
+        layout: SaveLayout,
+        comparison: Comparison,
+        leaves: Leaves,
+        arena: Mapping,
+        *,
+        overlap: bool,
+    ) -> Ticket:
+        """Stage a save, or begin to; a ticket that is not settled is waited for by `before_optimizer_step`."""
+        stager = self._stager_for(leaves, arena)
+        items = [*layout.items, *comparison.items]
+        ticket = stager.stage(items, overlap=overlap, size_bytes=comparison.arena_bytes, step=handle.step)
+        if ticket.settled:
+            ticket.finish(0.0)
+        else:
+            self._open = (ticket, handle)
+        return ticket
+
+    def stage_in_waves(
+        self, handle: SaveHandle, layout: SaveLayout, leaves: Leaves, arena: Mapping, *, ring_bytes: int, save_seq: int
+    ) -> None:
+        """Stage through an arena that is smaller than the state, as fast as it is flushed."""
+        control = self._run.client.control
+        assert control is not None
+        deadline = time.monotonic() + self._config.flush_timeout_s
+
+        def wait_flushed(num_bytes: int) -> None:
+            while not control.wait_flushed(save_seq, num_bytes, 0.5):
+                if handle.error is not None:
+                    raise handle.error
+                if time.monotonic() > deadline:
+                    raise DeadlineError("the flush does not keep up with staging", step=handle.step, tier="flash")
+
+        self._written = None
+        heads = [
+            StageItem(view=np.frombuffer(data, np.uint8), offset=offset, nbytes=len(data))
+            for offset, data in layout.headers
+        ]
+        items = sorted([*heads, *layout.items], key=lambda item: item.offset)
+        self._stager_for(leaves, arena).stage_in_waves(
+            items, ring_bytes, wait_flushed, size_bytes=layout.pack_bytes, step=handle.step
+        )
+
+    def follow(self, ticket: Ticket, staged: Callable[[], None], failed: Callable[[CheckpointError], None]) -> None:
+        """Wait in a thread until an overlapped staging is over, then call one of the two."""
+
+        def finish() -> None:
+            try:
+                ticket.finish(self._config.stage_timeout_s)
+                staged()
+            except Exception as exc:
+                error = exc if isinstance(exc, CheckpointError) else CommitError(f"{type(exc).__name__}: {exc}")
+                ticket.cancel(error)
+                failed(error)
+
+        threading.Thread(target=finish, name="safehold-overlap", daemon=True).start()
+
+    def before_optimizer_step(self) -> None:
+        """Called by optimizers' hooks: wait until what they are about to change has been copied."""
+        entry = self._open
+        if entry is None or os.getpid() != self._pid:
+            return
+        ticket, handle = entry
+        started = time.perf_counter()
+        ticket.wait_before_step()
+        handle._add_pause(time.perf_counter() - started)
+        if ticket.settled and self._open is entry:
+            self._open = None
+
+    def finish(self) -> None:
+        """Wait for an overlapped staging, if one is under way; its failure reaches its handle. One that does not end is cancelled."""
+        entry = self._open
+        if entry is None:
+            return
+        try:
+            entry[0].finish(self._config.stage_timeout_s)
+        except CheckpointError as exc:
+            self._hung = not entry[0].cancel(exc) or self._hung
+        self._open = None
+
+    def _drop_stager(self) -> None:
+        """Nothing that was begun may go on copying, and what is in the arena is not known."""
+        self._open = self._written = None
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            self._hung = not stager.close() or self._hung
+
+    def close(self) -> None:
+        """Let go of everything; nothing copies any more."""
+        self.finish()
+        self._run.retired += self._run.arenas.values()
+        self._run.arenas.clear()
+        self._let_go(now=True)

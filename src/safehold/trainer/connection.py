@@ -1,0 +1,230 @@
+"""How a trainer comes into a run: the exchange at start-up, its agent, the incarnation; and coming back when the agent died.
+
+Invariants: `open_run` is the only collective. All ranks leave it with the same incarnation or the same error. Afterwards a lost agent is
+replaced by whichever rank notices first, without talking to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from safehold.agent import messages as m
+from safehold.agent.client import AgentClient
+from safehold.agent.start import choose_slot
+from safehold.clock import new_token
+from safehold.config import Config
+from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError
+from safehold.host.memfd import Mapping
+from safehold.host.runtime import RunSlot
+from safehold.pipeline.exchange import Exchange, node_name
+from safehold.types import Membership
+
+log = logging.getLogger("safehold")
+ANSWER_SLACK_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A run that this rank has joined.
+
+    Attributes:
+        client: The connection to the agent.
+        world: Who takes part.
+        run_id: The run's id.
+        newest_step: Newest checkpoint at start-up, None if there is none.
+        notes: Sentences for the user, and `warnings` that cannot wait.
+        arenas: Arenas mapped so far, by id, of the connection `arenas_of`.
+        retired: Arenas that others came in the place of, to be unmapped once nothing copies into them any more.
+        reconnecting: Held by whoever looks for another agent.
+    """
+
+    client: AgentClient
+    world: m.World
+    run_id: str
+    newest_step: int | None
+    notes: list[str]
+    warnings: list[str] = field(default_factory=list)
+    arenas: dict[int, Mapping] = field(default_factory=dict)
+    arenas_of: int = 0
+    retired: list[Mapping] = field(default_factory=list)
+    reconnecting: threading.Lock = field(default_factory=threading.Lock)
+
+
+def open_run(
+    url: str,
+    membership: Membership,
+    config: Config,
+    *,
+    keep: dict[str, Any],
+    every_seconds: float,
+    notify: Callable[[m.Reply], None],
+    lost: Callable[[str], None],
+) -> Run:
+    """Join a run; collective.
+
+    Args:
+        url: The run directory, absolute.
+        membership: This rank, the world, the store.
+        config: Settings, the same on all ranks.
+        keep: Wire form of the retention rules.
+        every_seconds: Interval of time-based saves, 0 for none.
+        notify: Takes the agent's notifications.
+        lost: Told when the agent is gone.
+
+    Raises:
+        CheckpointError: The same on all ranks.
+    """
+    exchange = Exchange(membership, "open", config.start_timeout_s)
+    rank = membership.rank
+    facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(config.to_wire())}
+    gathered = exchange.gather("rank", facts)
+    world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership)))
+    slot = _slot(exchange, world, rank, url, config)
+    client = AgentClient(
+        url=url,
+        slot=slot,
+        rank=rank,
+        config=config,
+        keep=keep,
+        every_seconds=every_seconds,
+        notify=notify,
+        lost=lost,
+    )
+    error: CheckpointError | None = None
+    try:
+        client.connect(world, config.start_timeout_s)
+    except CheckpointError as exc:
+        error = exc
+    try:
+        exchange.agree("connected", error)
+        return _join(exchange, client, world, config)
+    except BaseException:
+        client.close(linger=True)
+        raise
+
+
+def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> Run:
+    """Open the incarnation on rank 0, and have the others join it."""
+    opened = exchange.decide("opened", lambda: _open(client, config), config.start_timeout_s + ANSWER_SLACK_S)
+    client.run_id, client.incarnation = opened["run_id"], opened["incarnation"]
+    error: CheckpointError | None = None
+    if client.rank != 0:
+        try:
+            client.request(
+                m.JoinRun(0, client.run_id, client.incarnation), m.Done, config.request_timeout_s, "joining the run"
+            )
+        except CheckpointError as exc:
+            error = exc
+    exchange.agree("joined", error)
+    return Run(
+        client=client,
+        world=world,
+        run_id=client.run_id,
+        newest_step=opened["newest_step"],
+        notes=opened["notes"],
+        warnings=opened["warnings"],
+    )
+
+
+def _world(gathered: list[dict[str, Any]], membership: Membership) -> dict[str, Any]:
+    nodes: dict[str, int] = {}
+    node_of = [nodes.setdefault(entry["node"], len(nodes)) for entry in gathered]
+    for rank, entry in enumerate(gathered):
+        for what in ("url", "config"):
+            if entry[what] != gathered[0][what]:
+                shown = f": {entry[what]} and {gathered[0][what]}" if what == "url" else ""
+                text = (
+                    f"rank {rank} and rank 0 have different {'run directories' if what == 'url' else 'settings'}{shown}"
+                )
+                raise ConfigurationError(text, rank=rank, hint="give every rank the same arguments and environment")
+    if len(nodes) > 1:
+        text = f"the ranks are on {len(nodes)} nodes; this version works on one node"
+        raise ConfigurationError(text, hint="all ranks on one host; SAFEHOLD_NODE must not differ between them")
+    return {
+        "token": new_token(),
+        "world_size": membership.world_size,
+        "node_of": node_of,
+        "node_names": list(nodes),
+    }
+
+
+def _slot(exchange: Exchange, world: m.World, rank: int, url: str, config: Config) -> RunSlot:
+    """The lowest rank of each node picks the agent's slot, the others follow."""
+    node = world.node_of[rank]
+    if rank == min(world.ranks_of(node)):
+        try:
+            slot = choose_slot(url, config)
+        except CheckpointError as exc:
+            exchange.put(f"slot/{node}", {"error": exc.to_wire()})
+            raise
+        exchange.put(f"slot/{node}", {"value": str(slot.directory)})
+        return slot
+    who = f"rank {min(world.ranks_of(node))}"
+    return RunSlot(Path(exchange.opened(exchange.take(f"slot/{node}", who))))
+
+
+def _open(client: AgentClient, config: Config) -> dict[str, Any]:
+    reply, _ = client.request(m.OpenRun(0), m.RunOpened, config.start_timeout_s, "opening the run")
+    return {
+        "run_id": reply.run_id,
+        "incarnation": reply.incarnation,
+        "newest_step": reply.newest_step,
+        "notes": reply.notes,
+        "warnings": reply.warnings,
+    }
+
+
+class Reconnector:
+    """Brings a rank back to an agent, one attempt at a time."""
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self._run, self._config = run, config
+
+    def ensure(self) -> None:
+        """Connect again if the agent was lost.
+
+        Raises:
+            CheckpointError: It cannot be had.
+        """
+        with self._run.reconnecting:
+            if self._run.client.alive:
+                return
+            log.warning("safehold: the agent of this node is gone; starting another")
+            self._run.client.reconnect(self._config.start_timeout_s)
+
+
+def map_arena(run: Run, arena_id: int, fds: list[int]) -> Mapping:
+    """Return the mapping of an arena, whose descriptor is in `fds`; one that is mapped already is not mapped again.
+
+    Raises:
+        AgentUnavailableError: There is no such descriptor, or it is no arena.
+    """
+    try:
+        if run.arenas_of != run.client.generation:
+            run.retired += run.arenas.values()
+            run.arenas.clear()
+            run.arenas_of = run.client.generation
+        found = run.arenas.get(arena_id)
+        if found is not None:
+            return found
+        if not fds:
+            raise AgentUnavailableError("the agent sent no arena", rank=run.client.rank)
+        mapping = Mapping(fds[0])
+        if any(other > arena_id for other in run.arenas):  # ids count up: what speaks of it is late
+            run.retired.append(mapping)
+            return mapping
+        run.retired += run.arenas.values()
+        run.arenas.clear()
+        run.arenas[arena_id] = mapping
+        return mapping
+    finally:
+        for fd in fds:
+            os.close(fd)

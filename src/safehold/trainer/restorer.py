@@ -1,0 +1,314 @@
+"""The trainer's side of a restore: ask, bind, vote, read, vote, apply.
+
+Invariants: nothing is overwritten before all ranks have said that the checkpoint fits their state; objects and `load_state_dict` come
+after all ranks have said that all their tensors verified; random states come last. All ranks restore the same step or raise. An error
+says whether the state was touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from safehold.agent import messages as m
+from safehold.config import Config
+from safehold.errors import (
+    AgentUnavailableError,
+    CheckpointError,
+    IntegrityError,
+    StateMismatchError,
+    StorageError,
+    from_wire,
+)
+from safehold.events import EventStream
+from safehold.format import paths
+from safehold.host.memfd import Mapping
+from safehold.pipeline.catalog import Catalog
+from safehold.pipeline.direct_load import saved_index
+from safehold.pipeline.restore import Reading, RestoreFigures
+from safehold.pipeline.stored_objects import StoredObjects
+from safehold.state.leaves import RestoreBinding, RestoreOptions
+from safehold.state.restore_binding import bind_for_restore, mismatch_error
+from safehold.tiers.base import Tier
+from safehold.trainer.connection import Reconnector, Run
+from safehold.types import CommitId
+
+log = logging.getLogger("safehold")
+MAX_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        step: The step restored.
+        seconds: From the call to its return.
+        read_s: Of that, reading and verifying tensors.
+        bytes: Bytes that this rank read.
+        source: `memory`, `flash`, or both joined by `+`.
+        left_out: With `partial`: what was not restored.
+        skipped: Newer checkpoints that could not be used, and why.
+    """
+
+    step: int
+    seconds: float
+    read_s: float
+    bytes: int
+    source: str
+    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One offer being tried."""
+
+    offer: m.RestoreOffer
+    touched: bool = False
+    memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
+
+
+class Restorer:
+    """All restores of one rank.
+
+    Args:
+        run: The run that was joined.
+        tier: The run's tier, for reading.
+        rank: This rank.
+        world_size: Number of ranks.
+        config: Settings.
+        events: The event stream.
+        random_states: Whether random states are restored.
+        progress: Shows progress: (bytes done, bytes in all).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tier: Tier,
+        *,
+        rank: int,
+        world_size: int,
+        config: Config,
+        events: EventStream,
+        random_states: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._run, self._tier, self._rank, self._world_size = run, tier, rank, world_size
+        self._config, self._events, self._random_states = config, events, random_states
+        self._progress = progress
+        self._reconnector = Reconnector(run, config)
+
+    def restore(self, state: Any, step: int | None, options: RestoreOptions) -> RestoreReport | None:
+        """Restore; None only if the run has no commit at all. See `Checkpointer.restore`."""
+        started = time.perf_counter()
+        touched = False
+        while True:
+            self._reconnector.ensure()
+            offer, _ = self._run.client.request(
+                m.RestoreAsk(0, step), m.RestoreOffer, self._config.restore_timeout_s, "what to restore"
+            )
+            for text in offer.skipped:
+                log.warning("safehold: %s", text)
+            if offer.step is None:
+                return None
+            attempt = _Attempt(offer, touched)
+            try:
+                with self._events.span("restore", step=offer.step, rank=self._rank):
+                    report = self._try(attempt, state, options, started)
+            except CheckpointError as exc:
+                if attempt.touched and "state was" not in exc.message:
+                    exc.message += "; the state was partly overwritten"
+                raise
+            finally:
+                for mapping, views in attempt.memory.values():
+                    views.clear()
+                    mapping.close()
+            touched = attempt.touched
+            if report is not None:
+                return report
+
+    def _try(self, attempt: _Attempt, state: Any, options: RestoreOptions, started: float) -> RestoreReport | None:
+        """Try one offer; None: it was bad, ask for the next."""
+        offer = attempt.offer
+        try:
+            values, binding, reading = self._bind(attempt, state, options)
+        except CheckpointError as exc:
+            self._no(attempt, "planned", exc)
+            return None
+        except Exception as exc:
+            self._no_of_others(attempt, "planned", exc)
+            raise
+        verdict = self._vote(
+            m.Vote(
+                0,
+                offer.round,
+                "planned",
+                missing=binding.missing,
+                unexpected=binding.unexpected,
+                mismatched=binding.mismatched,
+            )
+        )
+        if not self._goes_on(verdict):
+            return None
+        attempt.touched = bool(binding.destinations) or attempt.touched
+        try:
+            with self._events.span("read", step=offer.step, rank=self._rank):
+                figures = reading.run()
+        except CheckpointError as exc:
+            self._no(attempt, "verified", exc)
+            return None
+        except Exception as exc:
+            self._no_of_others(attempt, "verified", exc)
+            raise
+        if not self._goes_on(self._vote(m.Vote(0, offer.round, "verified"))):
+            return None
+        binding.apply(values)
+        binding.apply_random(values)
+        assert offer.step is not None
+        with suppress(CheckpointError):  # it is restored, whatever became of the agent
+            self._run.client.tell(m.RestoreDone(-1, offer.step))
+        return self._report(attempt, binding, figures, started)
+
+    def _bind(
+        self, attempt: _Attempt, state: Any, options: RestoreOptions
+    ) -> tuple[dict[str, Any], RestoreBinding, Reading]:
+        offer = attempt.offer
+        assert offer.step is not None
+        commit = CommitId(offer.step, offer.incarnation, offer.attempt)
+        with self._events.span("documents", step=offer.step, rank=self._rank):
+            checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
+        with self._events.span("bind", step=offer.step, rank=self._rank):
+            binding = bind_for_restore(
+                state,
+                saved_index(checkpoint),
+                rank=self._rank,
+                world_size=self._world_size,
+                options=options,
+                random_states=self._random_states,
+            )
+            reading = Reading(
+                self._tier,
+                checkpoint,
+                binding.destinations,
+                rank=self._rank,
+                memory=lambda rank: self._memory(attempt, rank),
+                num_threads=self._num_threads(in_memory=bool(offer.memory)),
+                stall_s=self._config.stall_timeout_s,
+                shared=self._shares(binding) and not offer.memory,
+                in_memory=bool(offer.memory),
+                progress=self._progress,
+            )
+            stored = StoredObjects(self._tier, checkpoint)
+            values = stored.values(binding.object_names, rank=self._rank, world_size=self._world_size)
+            binding.mismatched.extend(binding.check(values))
+        return values, binding, reading
+
+    def _num_threads(self, *, in_memory: bool) -> int:
+        """Threads that read; copies from memory are bound by cores, which the ranks of the node share."""
+        if not in_memory:
+            return self._config.restore_threads
+        cores = len(os.sched_getaffinity(0))
+        world = self._run.world
+        beside = len(world.ranks_of(world.node_of[self._rank]))
+        return max(1, min(self._config.restore_threads, cores // beside))
+
+    def _shares(self, binding: RestoreBinding) -> bool:
+        """Whether most of what this rank reads is wanted by other ranks of the node too."""
+        if self._world_size == 1:
+            return False
+        common = own = 0
+        for entry in binding.destinations:
+            holders = entry.leaf.holders
+            numel = sum(rect.numel for rect, _ in entry.leaf.pieces)
+            if holders.ranks is None or len(holders.ranks) > 1:
+                common += numel
+            else:
+                own += numel
+        return common > own
+
+    def _memory(self, attempt: _Attempt, rank: int) -> list[memoryview] | None:
+        if rank not in attempt.offer.memory:
+            return None
+        found = attempt.memory.get(rank)
+        if found is None:
+            try:
+                reply, fds = self._run.client.request(
+                    m.MemoryAsk(0, rank), m.MemorySource, self._config.request_timeout_s, "the memory of a rank"
+                )
+            except CheckpointError:
+                return None
+            try:
+                mapping = Mapping(fds[0], writable=False)
+            except (CheckpointError, IndexError):
+                return None
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            views = [mapping.view[start : start + size] for start, size in reply.packs]
+            found = attempt.memory[rank] = (mapping, views)
+        return found[1]
+
+    # -- votes -----------------------------------------------------------------------------------------------------------------
+
+    def _vote(self, vote: m.Vote) -> m.Verdict:
+        verdict, _ = self._run.client.request(
+            vote, m.Verdict, self._config.restore_timeout_s, "the ranks' vote on a restore"
+        )
+        return verdict
+
+    def _no(self, attempt: _Attempt, phase: str, error: CheckpointError) -> None:
+        bad = isinstance(error, IntegrityError) or (isinstance(error, StorageError) and phase == "verified")
+        if error.rank is None:
+            error.rank = self._rank
+        if isinstance(error, AgentUnavailableError):
+            raise error
+        offer = attempt.offer
+        directory = paths.checkpoint_dir(CommitId(offer.step or 0, offer.incarnation, offer.attempt))
+        path = (error.path or directory) if bad else ""
+        self._goes_on(self._vote(m.Vote(0, attempt.offer.round, phase, error.to_wire(), path)))
+
+    def _no_of_others(self, attempt: _Attempt, phase: str, exc: Exception) -> None:
+        """Something that is no error of ours was raised, and will be; the other ranks must not wait for this one."""
+        error = StateMismatchError(f"{type(exc).__name__}: {exc}", step=attempt.offer.step, rank=self._rank)
+        with suppress(CheckpointError):
+            self._vote(m.Vote(0, attempt.offer.round, phase, error.to_wire()))
+
+    def _goes_on(self, verdict: m.Verdict) -> bool:
+        """Return True to go on, False to ask for the next offer; raises where the restore stops."""
+        if verdict.incarnation:
+            self._run.client.incarnation = verdict.incarnation
+        if verdict.outcome == "go":
+            return True
+        if verdict.outcome == "again":
+            return False
+        if verdict.misfit is not None:
+            error = mismatch_error(*verdict.misfit)
+            raise error if error is not None else StateMismatchError("the state does not fit")
+        raise from_wire(verdict.error or {"class": "IntegrityError", "message": "the restore was stopped"})
+
+    def _report(
+        self, attempt: _Attempt, binding: RestoreBinding, figures: RestoreFigures, started: float
+    ) -> RestoreReport:
+        for text in binding.left_out[:MAX_LISTED]:
+            log.warning("safehold: not restored: %s", text)
+        if len(binding.left_out) > MAX_LISTED:
+            log.warning("safehold: and %d more; all are in last_restore.left_out", len(binding.left_out) - MAX_LISTED)
+        for text in figures.replaced:
+            log.warning("safehold: replaced by another source: %s", text)
+        assert attempt.offer.step is not None
+        return RestoreReport(
+            step=attempt.offer.step,
+            seconds=time.perf_counter() - started,
+            read_s=figures.seconds,
+            bytes=figures.bytes,
+            source="+".join(sorted(figures.bytes_by_source)) or "none",
+            left_out=tuple(binding.left_out),
+            skipped=tuple(attempt.offer.skipped),
+        )

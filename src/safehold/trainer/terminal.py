@@ -1,0 +1,32 @@
+"""Progress of a restore on a terminal: one line on standard error, from rank 0 only, and only where a person looks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+QUIET_S = 2.0
+EVERY_S = 0.5
+
+
+def restore_progress() -> Callable[[int, int], None] | None:
+    """Return what shows (bytes done, bytes in all), or None where standard error is no terminal. Silent for the first seconds."""
+    if not sys.stderr.isatty():
+        return None
+    begun = shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal begun, shown
+        now = time.monotonic()
+        if done == 0:
+            begun = now
+        if now - begun < QUIET_S or (now - shown < EVERY_S and done < total):
+            return
+        shown = now
+        percent = 100.0 * done / max(1, total)
+        end = "\n" if done >= total else ""
+        sys.stderr.write(f"\rsafehold: restoring {percent:5.1f} % of {total / 1e9:.2f} GB{end}")
+        sys.stderr.flush()
+
+    return show

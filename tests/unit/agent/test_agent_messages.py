@@ -1,0 +1,104 @@
+"""What crosses the socket: every message there and back, and nothing else."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+
+from safehold.agent import messages as m
+from safehold.errors import CommitError, ConfigurationError
+from safehold.host.sockets import MAX_FRAME_BYTES, Channel
+
+ERROR = CommitError("no", step=3, rank=1, hint="do this").to_wire()
+WORLD = m.World("t", 2, [0, 0], ["host"])
+REQUESTS = [
+    m.Hello(1, 1, "0", 0, 77, WORLD, {"flush_nice": 1}, {"last": 3}, 2.5, 4, "run"),
+    m.OpenRun(2),
+    m.JoinRun(3, "run", 4),
+    m.Register(4, [("w", "float32", [2, 3], "torch")]),
+    m.Prepare(5, 1 << 40),
+    m.Begin(6, 10, 1, "d", b"part", [(0, 4096)], 8192, [("w@0,0", 4096, 4)], {"loss": 0.5}, 3, True, True, True),
+    m.Staged(7, 10, 1, {"a": b"\x00\xff"}, True, 0.25),
+    m.StageFailed(8, 10, 1, ERROR),
+    m.RestoreAsk(9, None),
+    m.RestoreAsk(9, 10),
+    m.MemoryAsk(10, 1),
+    m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"]),
+    m.RestoreDone(12, 10),
+    m.Drain(13),
+    m.Bye(14, False),
+    m.StatusAsk(15),
+]
+REPLIES = [
+    m.Welcome(1, "0", 77),
+    m.RunOpened(2, "run", 4, None, ["note"]),
+    m.Done(3),
+    m.Refused(4, ERROR),
+    m.Prepared(5, 1, 4096),
+    m.Granted(6, 1, 4096),
+    m.PartWanted(6),
+    m.Skipped(7, "busy"),
+    m.RestoreOffer(8, 10, 1, 0, b"manifest", [0, 1], ["step 20 is bad"], 3),
+    m.MemorySource(9, 4096, [(0, 4096)]),
+    m.Verdict(10, "stop", ERROR, 4, (["a"], ["b"], ["c"])),
+    m.Status(11, {"pid": 1, "session": None}),
+    m.Settled({"groups": []}),
+    m.Durable(10, 1, "flash", {"bytes": 1.0}),
+    m.SaveFailed(10, 1, ERROR),
+    m.Superseded(5),
+    m.Note("text"),
+]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
+def test_requests_come_back_as_they_were(message: msgspec.Struct) -> None:
+    assert m.decode_request(m.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
+def test_replies_come_back_as_they_were(message: msgspec.Struct) -> None:
+    assert m.decode_reply(m.encode(message)) == message
+
+
+def test_no_message_is_left_out() -> None:
+    assert {type(message) for message in REQUESTS} == set(typing.get_args(m.Request))
+    assert {type(message) for message in REPLIES} == set(typing.get_args(m.Reply))
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
+def test_a_reply_is_no_request(message: msgspec.Struct) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_request(m.encode(message))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"garbage",
+        msgspec.msgpack.encode({"type": "hello"}),
+        msgspec.msgpack.encode({"type": "drain", "id": "one"}),
+        msgspec.msgpack.encode({"type": "prepare", "id": 1, "arena_bytes": 1.5}),
+        msgspec.msgpack.encode({"type": "no such thing", "id": 1}),
+        msgspec.msgpack.encode([1, 2, 3]),
+        m.encode(m.Drain(1)) + b"x",
+        m.encode(REQUESTS[0])[:-1],
+    ],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_request(data)
+
+
+def test_what_is_too_long_is_refused_before_it_is_sent() -> None:
+    one, other = Channel.pair()
+    with one, other, pytest.raises(ConfigurationError, match="longer than"):
+        one.send(m.encode(m.Staged(1, 1, 0, {"a": bytes(MAX_FRAME_BYTES)})))
+
+
+def test_ranks_of_a_node() -> None:
+    world = m.World("t", 4, [0, 1, 0, 1], ["a", "b"])
+    assert world.ranks_of(0) == [0, 2] and world.ranks_of(1) == [1, 3]
