@@ -199,4 +199,7 @@ def from_os_error(exc: OSError, doing: str, *, tier: str | None = None, path: st
         return StorageFullError(text, tier=tier, path=where, hint=hint)
     if exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageReadOnlyError(text, tier=tier, path=where, hint="check the mount and the permissions of the path")
-    return StorageError(text, tier=tier, path=where, hint="check the storage; the save can be repeated")
+    hint = "check the storage; the save can be repeated"
+    if exc.errno in (errno.ENOENT, errno.ESTALE):
+        hint = "is the run directory still where it was? it may have been moved or deleted"
+    return StorageError(text, tier=tier, path=where, hint=hint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 Kind = Literal["torch", "numpy"]
 
@@ -141,3 +141,28 @@ class CommitId:
     step: int
     incarnation: int
     attempt: int
+
+
+class Store(Protocol):
+    """The launcher's key-value store, as torch's `Store` has it."""
+
+    def set(self, key: str, value: bytes) -> Any:
+        """Write."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Read; waits for the key."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there; does not wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a process knows of its job before any exchange; `store` is None in a world of one."""
+
+    rank: int
+    world_size: int
+    store: Store | None

@@ -1,0 +1,64 @@
+"""What a command knows of how it was called, and the options that commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class State:
+    """How the command line was called.
+
+    Attributes:
+        as_json: Output and errors are for programs.
+    """
+
+    as_json: bool = False
+
+
+def json_option(function: F) -> F:
+    """Add `--json`; errors are told as JSON too then."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        state = ctx.find_object(State)
+        if state is not None:
+            state.as_json = value
+        return value
+
+    option = click.option(
+        "--json", "as_json", is_flag=True, is_eager=True, callback=remember, help="Write JSON, see docs/cli.md."
+    )
+    return option(function)
+
+
+def run_argument(function: F) -> F:
+    """Add the argument RUN."""
+    return click.argument("run", metavar="RUN")(function)
+
+
+class StepType(click.ParamType):  # type: ignore[type-arg]
+    """A step, or `latest`."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the step as an int, or None for `latest`."""
+        if value is None or isinstance(value, int):
+            return value
+        if value == "latest":
+            return -1
+        if not (value.isascii() and value.isdigit() and len(value) < 19):
+            self.fail(f"{value!r} is no step; give a number, or 'latest'", param, ctx)
+        return int(value)
+
+
+LATEST = -1
+"""What `StepType` makes of `latest`."""
+
+STEP = StepType()

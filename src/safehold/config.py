@@ -1,0 +1,99 @@
+"""All settings in one frozen object; read from files and environment at the edge only (`safehold.cli.config_source`).
+
+Invariants: every field has a default, a unit in its name where it has one, and a docstring line; refusals happen at construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from safehold.errors import ConfigurationError
+
+OverlapPolicy = Literal["wait", "skip", "replace"]
+OnFailure = Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of a run; the same on every rank.
+
+    Attributes:
+        overlap_policy: What a save does while an earlier one still flushes: `wait` for it, `skip` this one, or `replace` the earlier.
+        on_failure: A save that failed in the background is raised at the next call (`raise`) or only warned about (`warn`).
+        max_failures: With `warn`: this many failed saves in a row are raised all the same. 0: never.
+        flush_timeout_s: Seconds from the start of a save to durable; then it fails by name.
+        begin_timeout_s: Seconds from the first rank's start of a save until all have started it; then it fails and names the late.
+        stage_timeout_s: Seconds from there until all ranks have staged.
+        start_timeout_s: Seconds for the constructor: agents up, ranks known to each other, older incarnations settled.
+        request_timeout_s: Seconds for the agent to answer a small question.
+        restore_timeout_s: Seconds for a whole restore, waiting for other ranks included.
+        stall_timeout_s: Seconds without one byte of progress after which a read of a restore is given up.
+        agent_linger_s: Seconds that an agent stays after its last trainer is gone, so that a restart finds it and its memory.
+        memory_budget_bytes: Upper bound for the arenas of this node; 0: 0.6 of what is available when they are allocated.
+        pack_size_bytes: A rank's arena is split into packs of about this size.
+        flush_threads: Threads that write one rank's packs.
+        flush_block_bytes: Size of one write.
+        flush_rate_bytes_s: Upper bound for a node's flush rate; 0: none.
+        flush_nice: Niceness of agent and flushers, 0 to 19.
+        restore_threads: Threads that read for one rank.
+        delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
+        split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
+        runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.
+        direct_io: Use direct I/O where the file system takes it.
+    """
+
+    overlap_policy: OverlapPolicy = "wait"
+    on_failure: OnFailure = "raise"
+    max_failures: int = 3
+    flush_timeout_s: float = 600.0
+    begin_timeout_s: float = 60.0
+    stage_timeout_s: float = 300.0
+    start_timeout_s: float = 120.0
+    request_timeout_s: float = 60.0
+    restore_timeout_s: float = 3600.0
+    stall_timeout_s: float = 120.0
+    agent_linger_s: float = 300.0
+    memory_budget_bytes: int = 0
+    pack_size_bytes: int = 64 << 30
+    flush_threads: int = 2
+    flush_block_bytes: int = 8 << 20
+    flush_rate_bytes_s: int = 0
+    flush_nice: int = 10
+    restore_threads: int = 2
+    delete_grace_s: float = 30.0
+    split_bytes: int = 4 << 20
+    runtime_dir: str = ""
+    direct_io: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, naming the field."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_s") and not field.name.endswith("_bytes_s") and not 0 <= float(value) < 1e9:
+                raise ConfigurationError(f"{field.name} must be a number of seconds from 0 to 1e9, not {value!r}")
+            if field.name.endswith(("_bytes", "_bytes_s")) and (not isinstance(value, int) or value < 0):
+                raise ConfigurationError(f"{field.name} must be a number of bytes, not {value!r}")
+        if self.overlap_policy not in ("wait", "skip", "replace"):
+            raise ConfigurationError(f"overlap_policy must be wait, skip or replace, not {self.overlap_policy!r}")
+        if self.on_failure not in ("raise", "warn"):
+            raise ConfigurationError(f"on_failure must be raise or warn, not {self.on_failure!r}")
+        if self.flush_threads < 1 or self.restore_threads < 1:
+            raise ConfigurationError("flush_threads and restore_threads must be at least 1")
+        if self.flush_block_bytes < 1 << 20 or self.flush_block_bytes % (1 << 20):
+            raise ConfigurationError("flush_block_bytes must be a multiple of 1 MiB")
+        if self.pack_size_bytes < 1 << 20:
+            raise ConfigurationError("pack_size_bytes must be at least 1 MiB")
+        if not 0 <= self.flush_nice <= 19:
+            raise ConfigurationError("flush_nice must be from 0 to 19")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return a plain dict for the agent."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Config:
+        """Rebuild; unknown fields (from another version) are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in wire.items() if key in known})

@@ -1,0 +1,183 @@
+"""Saving and loading once, without an agent: the same format, for scripts, exports and evaluation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from safehold.config import Config
+from safehold.errors import (
+    CheckpointError,
+    FormatVersionError,
+    IntegrityError,
+    StateMismatchError,
+    StepNotFoundError,
+    StorageError,
+)
+from safehold.pipeline import direct_save
+from safehold.pipeline.catalog import Checkpoint, find_restore_candidate
+from safehold.pipeline.direct_load import load_tree, saved_index
+from safehold.pipeline.exchange import Exchange, membership
+from safehold.pipeline.restore import Reading
+from safehold.pipeline.stored_objects import StoredObjects
+from safehold.state.leaves import RestoreOptions
+from safehold.state.restore_binding import bind_for_restore, mismatch_error
+from safehold.tiers.base import Tier
+from safehold.tiers.open import local_path, open_tier
+from safehold.types import CommitId, Store
+
+log = logging.getLogger("safehold")
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int = 0,
+    metrics: dict[str, float] | None = None,
+    random_states: bool = False,
+    overwrite: bool = False,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> int:
+    """Save `state` as one checkpoint of the run directory `path`, and return when it is durable.
+
+    Collective where there are several ranks, over the launcher's store. Opens an incarnation of its own, so it must not be used on the
+    directory of a training that is running. No agent is started and no retention is applied.
+
+    Args:
+        path: The run directory; made if absent.
+        state: As for `Checkpointer.save`.
+        step: Names the checkpoint.
+        metrics: Kept with it.
+        random_states: Save random states too.
+        overwrite: Replace a committed checkpoint of this step.
+        store: See `Checkpointer`.
+        rank: See `Checkpointer`.
+        world_size: See `Checkpointer`.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointError: Nothing was committed; the same on all ranks.
+    """
+    member = membership(store, rank, world_size)
+    exchange = Exchange(member, "save", Config().start_timeout_s)
+    tier = open_tier(local_path(path))
+    direct_save.save(
+        tier,
+        exchange,
+        state,
+        member=member,
+        step=step,
+        metrics=metrics or {},
+        random_states=random_states,
+        overwrite=overwrite,
+        token=secrets.token_hex(16),
+    )
+    return step
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Any = None,
+    *,
+    step: int | None = None,
+    names: Sequence[str] | None = None,
+    partial: bool | Sequence[str] | None = None,
+    rename: dict[str, str] | Callable[[str], str] | None = None,
+    cast: bool = False,
+    random_states: bool = False,
+) -> Any:
+    """Load a checkpoint; no agent, no other rank takes part, nothing is written.
+
+    Args:
+        path: The run directory.
+        state: A template to fill in place, as for `Checkpointer.restore`; None: build plain values from what was saved.
+        step: Which step; None: the newest good one. Newer ones that do not verify are named in the log.
+        names: Without a template: glob patterns over FQNs; only matching leaves are read.
+        partial: See `Checkpointer.restore`.
+        rename: See `Checkpointer.restore`.
+        cast: See `Checkpointer.restore`.
+        random_states: With a template: set the random states of rank 0.
+
+    Returns:
+        `state`, or, without a template, nested dicts and lists with full tensors (torch's where torch is importable,
+        NumPy arrays elsewhere) and plain values; of what is kept per rank, rank 0's.
+
+    Raises:
+        StepNotFoundError: There is no such checkpoint, or none that can be used.
+        IntegrityError: It does not verify, and there is no older one; the message says if the state was touched.
+        StorageError: It cannot be read, and there is no older one.
+        StateMismatchError: Template and checkpoint do not fit; nothing was overwritten.
+    """
+    if state is not None and names is not None:
+        raise StateMismatchError("names= goes without a template", hint="with a template use partial=")
+    tier = open_tier(local_path(path))
+    options = RestoreOptions(partial=partial, rename=rename, cast=cast)
+    first: CheckpointError | None = None
+    tried: list[CommitId] = []
+    while True:
+        checkpoint = _candidate(tier, step, tried, first)
+        try:
+            if state is None:
+                return load_tree(tier, checkpoint, names)
+            _fill(tier, checkpoint, state, options, random_states)
+            return state
+        except (IntegrityError, StorageError) as exc:
+            if isinstance(exc, FormatVersionError):
+                raise
+            log.warning("safehold: step %d cannot be used: %s", checkpoint.commit.step, exc)
+            first = first or exc
+            tried.append(checkpoint.commit)
+
+
+def _candidate(tier: Tier, step: int | None, tried: list[CommitId], first: CheckpointError | None) -> Checkpoint:
+    """Return the next checkpoint to try; where there is none any more, raise what was wrong with the first."""
+    try:
+        found = find_restore_candidate(tier, step, exclude=tried)
+    except CheckpointError as exc:
+        if first is None:
+            raise
+        raise first from exc
+    for problem in () if tried else found.problems:
+        log.warning("safehold: %s", problem)
+    for commit, error in found.rejected:
+        log.warning("safehold: step %d cannot be used: %s", commit.step, error)
+    if found.checkpoint is None:
+        hint = "look with 'safehold ls'"
+        raise StepNotFoundError("the run has no checkpoint", step=step, path=tier.url, hint=hint)
+    return found.checkpoint
+
+
+def _fill(tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOptions, random_states: bool) -> None:
+    binding = bind_for_restore(
+        state, saved_index(checkpoint), rank=0, world_size=1, options=options, random_states=random_states
+    )
+    values = StoredObjects(tier, checkpoint).values(binding.object_names, rank=0, world_size=1)
+    error = mismatch_error(binding.missing, binding.unexpected, [*binding.mismatched, *binding.check(values)])
+    if error is not None:
+        raise error
+    config = Config()
+    reading = Reading(
+        tier,
+        checkpoint,
+        binding.destinations,
+        rank=0,
+        memory=lambda _: None,
+        num_threads=config.restore_threads,
+        stall_s=config.stall_timeout_s,
+    )
+    try:
+        reading.run()
+    except CheckpointError as exc:
+        exc.message += "; the state was partly overwritten"
+        raise
+    binding.apply(values)
+    if random_states:
+        binding.apply_random(values)
