@@ -5,9 +5,10 @@
 Every round runs every candidate once, in an order that rotates, each as a job of its own (2 ranks, about 3 GB of model and Adam state);
 what is printed are medians over the rounds. Peers that are not installed are left out and named. See `--help` for shorter runs.
 
-What is not equal between candidates, all in favour of the peers: the cost of `get_state_dict` is not counted for them, PyTorch DCP does not
-make directory entries durable, torch_checkpointing makes nothing durable (its `durable` column adds one fsync of its files), and what their
-staging in the background makes a later optimizer step wait is not counted, while it is part of safehold's pause.
+What is not equal between candidates, in favour of the peers: the cost of `get_state_dict` is not counted for them, PyTorch DCP does not
+make directory entries durable, torch_checkpointing makes nothing durable (its `durable` column adds one fsync of its files). What
+stages in the background is measured beside the same steps of training for all, and what the optimizer's step has to wait then is part of
+the pause.
 """
 
 from __future__ import annotations

@@ -216,6 +216,7 @@ def figures(measured: Measurements, *, num_ranks: int) -> list[Figure]:
         return [*_interference(measured), *_costs(measured, num_ranks)]
     block_s, write_s, read_s = (float(value or 0) for value in limits)
     copy_s = measured.median("seconds", kind="copy", variant="save") or block_s
+    copy_beside_restore_s = measured.median("seconds", kind="copy", variant="restore") or copy_s
     return [
         *_pauses(measured, copy_s),
         Figure(
@@ -226,7 +227,7 @@ def figures(measured: Measurements, *, num_ranks: int) -> list[Figure]:
             ratio=block_s / copy_s,
             num_values=len(measured.values("copy_s", kind="limits")),
         ),
-        *_disk(measured, write_s, read_s, copy_s),
+        *_disk(measured, write_s, read_s, copy_beside_restore_s),
         *_interference(measured),
         *_costs(measured, num_ranks),
     ]

@@ -107,7 +107,9 @@ class DiskLimit:
         self._file_bytes = -(-total_bytes // num_files // 4096) * 4096
         self.total_bytes = self._file_bytes * num_files
         self._direct = os.O_DIRECT if self._takes_direct(directory) else 0
-        pool = mmap.mmap(-1, POOL_BYTES)
+        pool = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            pool.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger segments for the device
         pool[:] = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8).tobytes()
         self._pool = memoryview(pool)
 
@@ -168,8 +170,10 @@ class DiskLimit:
                 for fd in fds:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             blocks = self._blocks(fds)
-            buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads)]
+            buffers = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(threads)]
             for buffer in buffers:
+                with suppress(OSError):
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
                 buffer[:] = b"\1" * BLOCK_BYTES
 
             def work(index: int) -> None:

@@ -85,26 +85,32 @@ class Job:
         return handle, called, window
 
 
-def plain_copies(job: Job, times: int = 5) -> None:
-    """Copy the same tensors, one by one, into populated memory of the same process: what a pause stands beside."""
-    tensors = list(job.subject.local_tensors())
-    targets = [torch.zeros_like(tensor) for tensor in tensors]
-    for _ in range(times):
+class PlainCopy:
+    """Copies the same tensors, one by one, into populated memory of the same process: what a pause stands beside."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tensors = list(job.subject.local_tensors())
+        self._targets = [torch.zeros_like(tensor) for tensor in self._tensors]
+
+    def measure(self) -> None:
+        """Copy on all ranks at once, as a save does."""
         dist.barrier()
         begun = time.perf_counter()
-        for target, tensor in zip(targets, tensors, strict=True):
+        for target, tensor in zip(self._targets, self._tensors, strict=True):
             target.copy_(tensor)
-        job.report.say("copy", seconds=slowest(time.perf_counter() - begun)[0])
+        self._job.report.say("copy", seconds=slowest(time.perf_counter() - begun)[0])
 
 
 def save(arguments: argparse.Namespace) -> None:
     """See the head of this file."""
     job = Job(arguments, random=True)
     job.prepare()
-    plain_copies(job)
+    copy = PlainCopy(job)
     cpu_s, moved = agent_cpu_s(), 0
     for number in range(job.saves):
         time.sleep(0.5)
+        copy.measure()
         handle, called, window = job.save(number + 1)
         moved += job.bytes
         job.report.say(
@@ -141,6 +147,9 @@ def restore(arguments: argparse.Namespace) -> None:
     seconds = slowest(time.perf_counter() - begun)[0]
     equal = slowest(float(job.subject.checksum() != wanted))[0] == 0
     job.report.say("restore", source=job.ckpt.last_restore.source, seconds=seconds, equal=equal, step=step)
+    copy = PlainCopy(job)
+    for _ in range(3):
+        copy.measure()
     dist.barrier()
     os._exit(0)
 

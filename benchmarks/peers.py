@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from subject import Report, Size, build, drop_cache, slowest, start, sync_files
+from subject import Report, Size, Training, build, drop_cache, slowest, start, sync_files
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -125,13 +125,22 @@ VARIANTS: dict[str, Callable[[], Peer]] = {
 }
 
 
-def timed_save(peer: Peer, state: dict[str, Any], path: Path) -> dict[str, float]:
-    """Save once; return pause, staged, window and durable seconds of the slowest rank, and the number of files."""
+def timed_save(
+    peer: Peer, state: dict[str, Any], path: Path, train: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Save once; return pause, staged, window and durable seconds of the slowest rank, and the number of files.
+
+    What stages in the background goes on beside `train` (a forward and a backward); the optimizer's step has to wait for the rest of it,
+    and that counts as pause, as it does for safehold.
+    """
     dist.barrier()
     begun = time.perf_counter()
     saved = peer.save(state, str(path))
-    pause = time.perf_counter() - begun
+    called = time.perf_counter() - begun
+    train()
+    waited = time.perf_counter()
     saved.staged()
+    pause = called + time.perf_counter() - waited
     staged = time.perf_counter() - begun
     saved.done()
     window = time.perf_counter() - begun
@@ -139,8 +148,14 @@ def timed_save(peer: Peer, state: dict[str, Any], path: Path) -> dict[str, float
     if dist.get_rank() == 0 and not peer.syncs:
         sync_files(path)
     durable = max(window, time.perf_counter() - begun) if not peer.syncs else window
-    pause, staged, window, durable = slowest(pause, staged, window, durable)
-    return {"pause_s": pause, "staged_s": staged, "window_s": window, "durable_s": durable}
+    called, pause, staged, window, durable = slowest(called, pause, staged, window, durable)
+    return {
+        "called_s": called,
+        "pause_s": pause,
+        "staged_s": staged,
+        "window_s": window,
+        "durable_s": durable,
+    }
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -150,13 +165,15 @@ def work(arguments: argparse.Namespace) -> None:
     state: dict[str, Any] = {"model": model, "optim": optimizer}
     report = Report(arguments.out, variant=arguments.variant, round=arguments.round)
     peer = VARIANTS[arguments.variant]()
+    training = Training() if arguments.variant.endswith("background") else None
+    train = (lambda: training.run(steps=arguments.steps_between)) if training is not None else lambda: None
     path = arguments.dir / "none"
     for number in range(arguments.saves):
         if rank == 0 and number:
             shutil.rmtree(path, ignore_errors=True)
         path = arguments.dir / f"{arguments.variant}-{number}"
         time.sleep(0.5)
-        figures = timed_save(peer, state, path)
+        figures = timed_save(peer, state, path, train)
         num_files = sum(1 for entry in path.rglob("*") if entry.is_file())
         report.say("save", first=number == 0, num_files=num_files, **figures)
     if arguments.load:
@@ -186,6 +203,9 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=0)
     parser.add_argument("--dim", type=int, default=Size().dim)
     parser.add_argument("--layers", type=int, default=Size().layers)
+    parser.add_argument(
+        "--steps-between", type=int, default=20, help="steps of training between a save and the optimizer's step"
+    )
     parser.add_argument("--load", action="store_true")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -15,20 +15,22 @@ from typing import Any
 from safehold.agent.plugins import install_listener
 from safehold.cli import config_source
 from safehold.config import Config
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError
+from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankInterruptedError
 from safehold.events import EventStream
 from safehold.pipeline.exchange import membership
 from safehold.pipeline.maintenance import keep_to_wire
 from safehold.policy.cadence import Every, due_by_steps, parse_every
 from safehold.policy.retention import Best, Keep
+from safehold.state.collect import preload
 from safehold.state.leaves import RestoreOptions
 from safehold.tiers.open import local_path, open_tier
 from safehold.trainer.connection import Run, open_run
 from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle
+from safehold.trainer.metrics import metric_values
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
-from safehold.trainer.terminal import restore_progress
+from safehold.trainer.terminal import NOT_AWAITED, end_program, restore_progress
 from safehold.types import Store
 
 log = logging.getLogger("safehold")
@@ -120,6 +122,7 @@ class Checkpointer:
         atexit.register(self._at_exit)
 
     def _set_up(self, random_states: bool) -> None:
+        preload()
         self._saver = Saver(
             self._run,
             rank=self.rank,
@@ -256,7 +259,7 @@ class Checkpointer:
         handle = self._saver.save(
             step,
             state,
-            metrics=_numbers(metrics, step),
+            metrics=metric_values(metrics, step),
             final=final,
             announced=announced,
             overwrite=overwrite,
@@ -316,8 +319,11 @@ class Checkpointer:
         Args:
             state: As for `save`; modules and optimizers are filled in place, plain values of dicts are replaced.
             step: This step and no other; newer ones are set aside: they stay on storage, unused. None: the newest good one.
-            partial: Allow missing and unexpected leaves: all (True), or those that match one of these glob patterns.
-            rename: Saved name -> name in `state`.
+            partial: Let leaves be missing or unexpected, and optimizers and objects with `state_dict` be of another class
+                than was saved: all (True), or those whose names match a glob pattern or one of several. A class of yours
+                that you renamed or derived anew is let in by the name of its object: `partial="schedule"`.
+            rename: Saved name, or beginning of names -> name in `state`; or a function of saved names. An entry whose old and
+                new names the checkpoint both lacks is refused; one whose new name is there already is of no use, and harmless.
             cast: Allow another dtype in `state` than was saved.
 
         Returns:
@@ -325,6 +331,7 @@ class Checkpointer:
 
         Raises:
             StateMismatchError: State and checkpoint do not fit; one error lists everything, and nothing was overwritten.
+            ConfigurationError: `rename` speaks of what is not in the checkpoint.
             StepNotFoundError: `step` is not there, or none of the checkpoints can be used.
             IntegrityError: `step` does not verify.
             DeadlineError: A rank did not take part, or storage stalled.
@@ -348,13 +355,7 @@ class Checkpointer:
             self._last_saved = self._previous_step = report.step
             self._tell_progress(report.step)
             if self.rank == 0:
-                log.info(
-                    "safehold: restored step %d from %s in %.3f s (%.3f GB read by rank 0)",
-                    report.step,
-                    report.source,
-                    report.seconds,
-                    report.bytes / 1e9,
-                )
+                log.info("safehold: %s", report)
         if not self._prepared and (self._every or report is not None):
             self.prepare(state, wait=False)
         return report.step if report is not None else None
@@ -431,23 +432,27 @@ class Checkpointer:
             self._close(None, linger=True)
         except CheckpointError as exc:
             log.error("safehold: while closing after %s: %s", kind.__name__, exc)
+        except KeyboardInterrupt:
+            if not issubclass(kind, KeyboardInterrupt):
+                raise
+            log.warning("safehold: interrupted again: %s", NOT_AWAITED)
 
     def _at_exit(self) -> None:
         """The program ends without `close`: drain, and fail loudly if that fails."""
         if self._closed or os.getpid() != self._pid:
             return
+        # Else the program ends by an error of its own, with its own code.
+        is_normal = getattr(sys, "last_value", None) is None
         try:
-            self._close(None, linger=getattr(sys, "last_value", None) is not None)
+            self._close(None, linger=not is_normal)
         except CheckpointError as exc:
-            if (
-                getattr(sys, "last_value", None) is not None
-            ):  # the program ends by an error of its own, with its own code
-                log.error("safehold: the last saves are not all durable: %s", exc)
-                return
-            print(f"safehold: the last saves are not all durable: {exc}", file=sys.stderr)  # noqa: T201
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(exc.exit_code)
+            if is_normal:
+                end_program(f"the last saves are not all durable: {exc}", exc.exit_code)
+            log.error("safehold: the last saves are not all durable: %s", exc)
+        except KeyboardInterrupt:
+            if is_normal:
+                end_program(f"interrupted: {NOT_AWAITED}", RankInterruptedError.exit_code)
+            log.warning("safehold: interrupted: %s", NOT_AWAITED)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -484,13 +489,6 @@ class Checkpointer:
     def _lost(self, why: str) -> None:
         if self._saver is not None:
             self._saver.lost(why)
-
-
-def _numbers(metrics: dict[str, float], step: int) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, AttributeError) as exc:
-        raise ConfigurationError(f"metrics are names with numbers, not {metrics!r}", step=step) from exc
 
 
 __all__ = ["Best", "Checkpointer", "Keep"]

@@ -13,6 +13,9 @@ from safehold.errors import ConfigurationError
 
 OverlapPolicy = Literal["wait", "skip", "replace"]
 OnFailure = Literal["raise", "warn"]
+MAX_THREADS = 256
+MAX_SECONDS = 1e9
+MAX_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +34,13 @@ class Config:
         restore_timeout_s: Seconds for a whole restore, waiting for other ranks included.
         stall_timeout_s: Seconds without one byte of progress after which a read of a restore is given up.
         agent_linger_s: Seconds that an agent stays after its last trainer is gone, so that a restart finds it and its memory.
-        memory_budget_bytes: Upper bound for the arenas of this node; 0: 0.6 of what is available when they are allocated.
+        memory_budget_bytes: Upper bound for the arenas of this node, within what is available when they are allocated; 0: 0.6 of that.
         pack_size_bytes: A rank's arena is split into packs of about this size.
         flush_threads: Threads that write one rank's packs.
         flush_block_bytes: Size of one write.
         flush_rate_bytes_s: Upper bound for a node's flush rate; 0: none.
-        flush_nice: Niceness of agent and flushers, 0 to 19.
+        flush_busy_share: Share of the node's CPU time that flushes take at most while training leaves no core idle; 0: no limit.
+        flush_nice: Niceness of what runs beside training: flushers, and threads of the agent that populate arenas; 0 to 19.
         restore_threads: Threads that read for one rank.
         delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
@@ -60,7 +64,8 @@ class Config:
     flush_threads: int = 2
     flush_block_bytes: int = 8 << 20
     flush_rate_bytes_s: int = 0
-    flush_nice: int = 10
+    flush_busy_share: float = 0.05
+    flush_nice: int = 19
     restore_threads: int = 2
     delete_grace_s: float = 30.0
     split_bytes: int = 4 << 20
@@ -70,21 +75,21 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the field."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_s") and not field.name.endswith("_bytes_s") and not 0 <= float(value) < 1e9:
-                raise ConfigurationError(f"{field.name} must be a number of seconds from 0 to 1e9, not {value!r}")
-            if field.name.endswith(("_bytes", "_bytes_s")) and (not isinstance(value, int) or value < 0):
-                raise ConfigurationError(f"{field.name} must be a number of bytes, not {value!r}")
+            _check(field.name, getattr(self, field.name), field.default)
         if self.overlap_policy not in ("wait", "skip", "replace"):
             raise ConfigurationError(f"overlap_policy must be wait, skip or replace, not {self.overlap_policy!r}")
         if self.on_failure not in ("raise", "warn"):
             raise ConfigurationError(f"on_failure must be raise or warn, not {self.on_failure!r}")
-        if self.flush_threads < 1 or self.restore_threads < 1:
-            raise ConfigurationError("flush_threads and restore_threads must be at least 1")
-        if self.flush_block_bytes < 1 << 20 or self.flush_block_bytes % (1 << 20):
-            raise ConfigurationError("flush_block_bytes must be a multiple of 1 MiB")
+        if not 1 <= self.flush_threads <= MAX_THREADS or not 1 <= self.restore_threads <= MAX_THREADS:
+            raise ConfigurationError(f"flush_threads and restore_threads must be from 1 to {MAX_THREADS}")
+        if self.max_failures < 0:
+            raise ConfigurationError("max_failures must be at least 0")
+        if not 1 << 20 <= self.flush_block_bytes <= 1 << 30 or self.flush_block_bytes % (1 << 20):
+            raise ConfigurationError("flush_block_bytes must be a multiple of 1 MiB, at most 1 GiB")
         if self.pack_size_bytes < 1 << 20:
             raise ConfigurationError("pack_size_bytes must be at least 1 MiB")
+        if not 0 <= self.flush_busy_share <= 1:
+            raise ConfigurationError("flush_busy_share must be from 0 to 1")
         if not 0 <= self.flush_nice <= 19:
             raise ConfigurationError("flush_nice must be from 0 to 19")
 
@@ -97,3 +102,19 @@ class Config:
         """Rebuild; unknown fields (from another version) are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in wire.items() if key in known})
+
+
+def _check(name: str, value: object, default: object) -> None:
+    """Refuse a value of another type than the default's, or out of all reason."""
+    if isinstance(default, float):
+        what, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        what = {bool: "True or False", int: "an integer", str: "a text"}[type(default)]
+        fits = type(value) is type(default)
+    if not fits:
+        raise ConfigurationError(f"{name} must be {what}, not {value!r}")
+    if name.endswith(("_bytes", "_bytes_s")):
+        if not 0 <= value <= MAX_BYTES:  # type: ignore[operator]
+            raise ConfigurationError(f"{name} must be a number of bytes from 0 to 2**60, not {value!r}")
+    elif name.endswith("_s") and not 0 <= value < MAX_SECONDS:  # type: ignore[operator]
+        raise ConfigurationError(f"{name} must be a number of seconds from 0 to 1e9, not {value!r}")

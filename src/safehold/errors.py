@@ -150,6 +150,12 @@ class RankLostError(CommitError):
     """A rank died or left before its share of the save was staged."""
 
 
+class RankInterruptedError(RankLostError):
+    """A rank was interrupted (Ctrl-C), or its program ended, in the middle of a call."""
+
+    exit_code = 130
+
+
 class SupersededError(CommitError):
     """A newer incarnation owns the run; what this one writes is not believed."""
 
@@ -185,6 +191,12 @@ def from_wire(wire: dict[str, Any]) -> CheckpointError:
     cls = _CLASSES.get(str(wire.get("class")), CommitError)
     fields: dict[str, Any] = {name: wire[name] for name in _FIELDS if name in wire}
     return cls(str(wire.get("message", "unknown error")), **fields)
+
+
+def from_interrupt(exc: BaseException, *, rank: int, step: int | None = None) -> RankInterruptedError:
+    """Return what the other ranks are told of what ended a call of this rank and is no error: Ctrl-C, or the program's end."""
+    hint = "what was under way was given up; checkpoints that were committed before are whole"
+    return RankInterruptedError(f"rank {rank} was interrupted ({type(exc).__name__})", step=step, rank=rank, hint=hint)
 
 
 def from_os_error(exc: OSError, doing: str, *, tier: str | None = None, path: str | None = None) -> StorageError:

@@ -11,6 +11,7 @@ from typing import Any
 from safehold.config import Config
 from safehold.errors import (
     CheckpointError,
+    ConfigurationError,
     FormatVersionError,
     IntegrityError,
     StateMismatchError,
@@ -18,12 +19,13 @@ from safehold.errors import (
     StorageError,
 )
 from safehold.pipeline import direct_save
-from safehold.pipeline.catalog import Checkpoint, find_restore_candidate
+from safehold.pipeline.apart import differing
+from safehold.pipeline.catalog import Catalog, Checkpoint, RestoreCandidate, find_restore_candidate
 from safehold.pipeline.direct_load import load_tree, saved_index
 from safehold.pipeline.exchange import Exchange, membership
 from safehold.pipeline.restore import Reading
 from safehold.pipeline.stored_objects import StoredObjects
-from safehold.state.leaves import RestoreOptions
+from safehold.state.leaves import Destination, RestoreOptions
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
 from safehold.tiers.open import local_path, open_tier
@@ -100,7 +102,7 @@ def load(
         path: The run directory.
         state: A template to fill in place, as for `Checkpointer.restore`; None: build plain values from what was saved.
         step: Which step; None: the newest good one. Newer ones that do not verify are named in the log.
-        names: Without a template: glob patterns over FQNs; only matching leaves are read.
+        names: Without a template: a glob pattern over FQNs, or several; only matching leaves are read.
         partial: See `Checkpointer.restore`.
         rename: See `Checkpointer.restore`.
         cast: See `Checkpointer.restore`.
@@ -111,48 +113,78 @@ def load(
         NumPy arrays elsewhere) and plain values; of what is kept per rank, rank 0's.
 
     Raises:
-        StepNotFoundError: There is no such checkpoint, or none that can be used.
+        StepNotFoundError: There is no such directory, run or checkpoint, or none that can be used.
         IntegrityError: It does not verify, and there is no older one; the message says if the state was touched.
         StorageError: It cannot be read, and there is no older one.
-        StateMismatchError: Template and checkpoint do not fit; nothing was overwritten.
+        StateMismatchError: Template and checkpoint do not fit; nothing was overwritten. Or one of `names` matches no leaf.
+        ConfigurationError: `rename` speaks of what is not in the checkpoint, or something is given that needs a template.
     """
     if state is not None and names is not None:
         raise StateMismatchError("names= goes without a template", hint="with a template use partial=")
+    if state is None and (partial is not None or rename is not None or cast or random_states):
+        raise ConfigurationError(
+            "partial=, rename=, cast= and random_states= need a template: they say how it is filled"
+        )
     tier = open_tier(local_path(path))
     options = RestoreOptions(partial=partial, rename=rename, cast=cast)
-    first: CheckpointError | None = None
-    tried: list[CommitId] = []
+    failed: list[tuple[CommitId, CheckpointError]] = []
     while True:
-        checkpoint = _candidate(tier, step, tried, first)
+        found = _candidate(tier, step, failed)
+        assert found.checkpoint is not None
+        rejected = [*failed, *found.rejected]
         try:
+            loaded = state
             if state is None:
-                return load_tree(tier, checkpoint, names)
-            _fill(tier, checkpoint, state, options, random_states)
-            return state
+                loaded = load_tree(tier, found.checkpoint, names)
+            else:
+                _fill(tier, found.checkpoint, state, options, random_states)
         except (IntegrityError, StorageError) as exc:
             if isinstance(exc, FormatVersionError):
                 raise
-            log.warning("safehold: step %d cannot be used: %s", checkpoint.commit.step, exc)
-            first = first or exc
-            tried.append(checkpoint.commit)
+            failed.append((found.checkpoint.commit, exc))
+            continue
+        except CheckpointError as exc:
+            _note(exc, rejected)
+            raise
+        for commit, error in rejected:
+            log.warning("safehold: step %d cannot be used: %s", commit.step, error)
+        return loaded
 
 
-def _candidate(tier: Tier, step: int | None, tried: list[CommitId], first: CheckpointError | None) -> Checkpoint:
+def _candidate(tier: Tier, step: int | None, failed: list[tuple[CommitId, CheckpointError]]) -> RestoreCandidate:
     """Return the next checkpoint to try; where there is none any more, raise what was wrong with the first."""
     try:
-        found = find_restore_candidate(tier, step, exclude=tried)
+        found = find_restore_candidate(tier, step, exclude=[commit for commit, _ in failed])
     except CheckpointError as exc:
-        if first is None:
-            raise
-        raise first from exc
-    for problem in () if tried else found.problems:
+        if failed:
+            first = failed[0][1]
+            _note(first, failed[1:])
+            first.add_note(f"safehold: {exc}")
+            raise first from first.__cause__
+        if isinstance(exc, StepNotFoundError | ConfigurationError):
+            _require_run(tier, step)
+        raise
+    for problem in () if failed else found.problems:
         log.warning("safehold: %s", problem)
-    for commit, error in found.rejected:
-        log.warning("safehold: step %d cannot be used: %s", commit.step, error)
     if found.checkpoint is None:
-        hint = "look with 'safehold ls'"
+        _require_run(tier, step)
+        hint = "nothing was saved to it yet, or nothing was finished; look with 'safehold ls --all'"
         raise StepNotFoundError("the run has no checkpoint", step=step, path=tier.url, hint=hint)
-    return found.checkpoint
+    return found
+
+
+def _note(error: CheckpointError, rejected: Sequence[tuple[CommitId, CheckpointError]]) -> None:
+    """Have an error tell what came before it."""
+    for commit, why in rejected:
+        error.add_note(f"safehold: step {commit.step} cannot be used: {why}")
+
+
+def _require_run(tier: Tier, step: int | None) -> None:
+    """Say so where there is no run at all."""
+    try:
+        Catalog(tier).require_run()
+    except ConfigurationError as exc:
+        raise StepNotFoundError(exc.message, step=step, path=exc.path, hint=exc.hint) from exc
 
 
 def _fill(tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOptions, random_states: bool) -> None:
@@ -160,23 +192,33 @@ def _fill(tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOption
         state, saved_index(checkpoint), rank=0, world_size=1, options=options, random_states=random_states
     )
     values = StoredObjects(tier, checkpoint).values(binding.object_names, rank=0, world_size=1)
-    error = mismatch_error(binding.missing, binding.unexpected, [*binding.mismatched, *binding.check(values)])
+
+    def reading(destinations: Sequence[Destination]) -> Reading:
+        return Reading(
+            tier,
+            checkpoint,
+            destinations,
+            rank=0,
+            memory=lambda _: None,
+            num_threads=config.restore_threads,
+            stall_s=config.stall_timeout_s,
+        )
+
+    config = Config()
+    apart = differing(binding.apart, lambda both: reading(both).run())
+    mismatched = [*binding.mismatched, *binding.check(values), *apart]
+    error = mismatch_error(binding.missing, binding.unexpected, mismatched, binding.unused)
     if error is not None:
         raise error
-    config = Config()
-    reading = Reading(
-        tier,
-        checkpoint,
-        binding.destinations,
-        rank=0,
-        memory=lambda _: None,
-        num_threads=config.restore_threads,
-        stall_s=config.stall_timeout_s,
-    )
+    for text in binding.unused:
+        log.warning("safehold: of no use: %s", text)
     try:
-        reading.run()
+        reading(binding.destinations).run()
     except CheckpointError as exc:
         exc.message += "; the state was partly overwritten"
+        raise
+    except BaseException as exc:
+        exc.add_note("safehold: the state was partly overwritten")
         raise
     binding.apply(values)
     if random_states:

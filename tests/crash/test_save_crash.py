@@ -65,6 +65,7 @@ def overwrite(tier: Tier, promises: Promises) -> None:
     job.open()
     job.save(10, 1)
     job.save(10, 2, attempt=1)
+    job.retire()
     job = Job(tier, promises)
     job.open()
     job.sweep()

@@ -14,6 +14,7 @@ from whole_saves import (
 )
 
 from safehold.errors import StorageError, StorageFullError, StorageReadOnlyError
+from safehold.pipeline.catalog import Catalog
 from safehold.policy.retention import Keep
 from safehold.testing.fake_disk import FakeDisk
 from safehold.tiers import flash_probe
@@ -86,6 +87,8 @@ def fail_once(
             again = job.save(20, 3, attempt=1)
             job.retire()
             assert check(job.tier, promises)[0] == again
+            left = {c for c in Catalog(job.tier).listing().attempts if c.step == 20}
+            assert left == {again}, "what failed, or was replaced, goes with the retention"
         if index % go_on_every == 0:
             go_on(disk, promises)
     except Exception as exc:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import stat
 import struct
@@ -95,43 +94,6 @@ def test_it_leaves_soon_after_all_ranks_have_closed_and_lingers_otherwise(rig: R
     assert not any(slot.socket_path.exists() or slot.info_path.exists() for slot in list_slots(rig.runtime))
 
 
-def test_sigterm_finishes_what_is_staged_and_abandons_the_rest(rig: Rig) -> None:
-    with rig.job(2) as job:
-        job.all("open", str(rig.run), on_failure="warn", **SLOW)
-        job.all("put", "big", [512, 2048], kind="dtensor")
-        job.all("save", 1)
-        agent = rig.agent_pid()
-        os.kill(agent, signal.SIGTERM)
-        assert [entry["state"] for entry in job.all("settle", 1)] == ["durable"] * 2
-        until(lambda: agent not in rig.processes(), "the end of the agent")
-        assert rig.verified_steps() == [1]
-        job.all("save", 2, wait=True)  # by another one
-        assert rig.agent_pid() != agent
-        # Now with a save that one rank has not begun.
-        job[0].call("save", 3)
-        agent = rig.agent_pid()
-        with puppets.Lasts() as took:
-            os.kill(agent, signal.SIGTERM)
-            ended = job[0].call("settle", 3)
-            until(lambda: agent not in rig.processes(), "the end of the agent")
-        assert ended["state"] == "failed"
-        assert took.seconds < 15
-        job[1].call("save", 3)
-        job.all("save", 4, wait=True)
-        job.all("close")
-    assert rig.verified_steps() == [1, 2, 4]
-
-
-def test_sigterm_without_anything_to_do(rig: Rig) -> None:
-    with rig.job(1) as job:
-        job.all("open", str(rig.run))
-        job.kill()
-    with puppets.Lasts() as took:
-        os.kill(rig.agent_pid(), signal.SIGTERM)
-        until(lambda: not rig.processes(), "the end of agent and flusher")
-    assert took.seconds < 8
-
-
 def test_connections_that_speak_nonsense_harm_nobody(rig: Rig) -> None:
     with rig.job(2) as job:
         job.all("open", str(rig.run))
@@ -207,6 +169,24 @@ def test_a_lingering_agent_makes_room_for_another_version(rig: Rig) -> None:
         job.all("open", str(rig.run))
         assert job[0].call("restore")["step"] == 1
         job.all("close")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_a_plan_that_is_damaged_while_the_job_runs_is_written_again_by_the_next_save(rig: Rig, damage: str) -> None:
+    with rig.job(2) as job:
+        job.all("open", str(rig.run))
+        save(job, 1)
+        save(job, 2)
+        used = Path(max((rig.run / "plans").iterdir(), key=os.path.getmtime))  # the first save had no states yet
+        whole = used.read_bytes()
+        if damage == "missing":
+            used.unlink()
+        else:
+            used.write_bytes(whole[:-1] if damage == "short" else bytes([whole[0] ^ 1]) + whole[1:])
+        save(job, 3)
+        assert used.read_bytes() == whole
+        job.all("close")
+    assert rig.verified_steps() == [1, 2, 3]
 
 
 def test_many_connections_at_once(rig: Rig) -> None:

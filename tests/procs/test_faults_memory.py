@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+from pathlib import Path
 from typing import Any
 
 import puppets
@@ -47,6 +50,44 @@ def test_a_restart_restores_from_memory_on_any_number_of_ranks(rig: Rig) -> None
         assert job.all("digest") == [digest] * 2
         job.all("close")
     assert rig.verified_steps() == [5]
+
+
+def spoil_arena(agent: int, rank: int) -> None:
+    """Change the middle of a rank's arena behind everybody's back."""
+    for entry in Path(f"/proc/{agent}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if f"arena-{rank} " in f"{entry.readlink()} ":
+                with entry.open("r+b") as file:
+                    file.seek(os.fstat(file.fileno()).st_size // 2)
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 64]))
+                return
+    raise AssertionError(f"agent {agent} has no arena of rank {rank}")
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_memory_is_verified_once_the_trainers_are_dead(rig: Rig, spoiled: bool) -> None:
+    """What a trainer wrote to its arena after the save (a stray pointer) is found, and read from storage instead."""
+    with rig.job(2) as job:
+        job.all("open", str(rig.run))
+        job.all("put", "big", [512, 2048], kind="dtensor")
+        job.all("save", 5, wait=True)
+        digest = job.all("digest")
+        if spoiled:
+            spoil_arena(rig.agent_pid(), 1)
+        job.kill()
+    wanted = [0] if spoiled else [0, 1]
+    until(lambda: rig.status()["memory"]["verified"] == wanted, "the check of the memory")
+    with rig.job(2) as job:
+        job.all("open", str(rig.run))
+        job.all("put", "big", [512, 2048], 0.0, kind="dtensor")
+        assert [found["source"] for found in job.all("restore")] == ["memory", "flash+memory" if spoiled else "memory"]
+        assert job.all("digest") == digest
+        assert job.all("value_of", "big")[0][-1][-1] == 512 * 2048 - 1
+        job.all("prepare")  # from here on the trainers can write to it
+        assert rig.status()["memory"]["verified"] == []
+        job.all("close")
 
 
 def test_what_was_staged_when_all_trainers_died_is_committed_and_adopted(rig: Rig) -> None:
@@ -204,4 +245,18 @@ def test_objects_larger_than_a_message(rig: Rig) -> None:
             70 << 20,
             7,
         ]
+        job.all("close")
+
+
+def test_what_works_beside_training_gives_way_to_it(rig: Rig) -> None:
+    """The flusher is nice; the agent, for which a trainer waits at the start of a save, is as it was started."""
+    with rig.job(1) as job:
+        job.all("open", str(rig.run), flush_nice=7)
+        job.all("save", 1, wait=True)
+        (flusher,) = rig.flusher_pids()
+        threads = [int(entry.name) for entry in Path(f"/proc/{flusher}/task").iterdir()]
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {
+            max(7, os.getpriority(os.PRIO_PROCESS, 0))
+        }
+        assert os.getpriority(os.PRIO_PROCESS, rig.agent_pid()) == os.getpriority(os.PRIO_PROCESS, 0)
         job.all("close")

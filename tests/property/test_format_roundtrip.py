@@ -53,12 +53,6 @@ def test_only_names_are_split(text: str) -> None:
     assert names.join(components) == text
 
 
-@given(PATHS, PATHS)
-def test_prefixes_are_by_component(a: tuple[names.Component, ...], b: tuple[names.Component, ...]) -> None:
-    assert names.is_inside(names.join(a), names.join((*a, *b)))
-    assert names.is_inside(names.join(a), names.join(b)) == (b[: len(a)] == a)
-
-
 @given(NAMES, st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)), max_size=4), st.booleans())
 def test_piece_keys_come_back(name: str, dims: list[tuple[int, int]], whole: bool) -> None:
     offsets, sizes = tuple(o for o, _ in dims), tuple(s for _, s in dims)
@@ -74,7 +68,6 @@ def test_paths_come_back(a: int, b: int, c: int) -> None:
     _, step, attempt = paths.checkpoint_dir(commit).split("/")
     assert paths.parse_step_dir(step) == a and paths.parse_attempt_dir(attempt) == (b, c)
     assert paths.parse_quarantine(paths.quarantine(commit).split("/")[1]) == commit
-    assert paths.parse_pack(paths.pack(a, b, c)) == (a, b, c)
 
 
 @given(st.text("0123456789-.ajnpos", max_size=24))

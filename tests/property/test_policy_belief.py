@@ -75,8 +75,9 @@ class RunDirectory(RuleBasedStateMachine):
         assert mine == self.newest
         self.may_go |= {commit for commit in self.believed_before if commit not in accepted}
         # It reads tombstones again: what they name may have lost its bytes.
-        for commit in belief.doubtful(self.listing()):
-            assert commit in self.bytes
+        listing = self.listing()
+        for commit in belief.believed(listing):
+            assert not listing.attempts[commit].tombstones or commit in self.bytes
 
     @rule(number=st.integers(0, 9), step=st.integers(0, 4), attempt=st.integers(0, 1))
     def job_saves(self, number, step, attempt):
@@ -111,7 +112,8 @@ class RunDirectory(RuleBasedStateMachine):
         if process is None or not candidates:
             return
         commit = candidates[which % len(candidates)]
-        allowed = belief.deletable(listing, commit, own_incarnation=process.number)
+        exists = commit in {*belief.believed(listing), *belief.shadowed(listing)}
+        allowed = exists and process.number == listing.newest
         if not allowed and not careless:
             return
         # A deleted step must not come back as an earlier attempt.

@@ -26,6 +26,7 @@ from safehold.policy.commit import (
     Publish,
     Published,
     PublishFailed,
+    RankBack,
     RankFailed,
     RankGone,
     Settle,
@@ -230,6 +231,12 @@ class Commits(RuleBasedStateMachine):
             return phase in (Phase.BEGINNING, Phase.STAGING) and not staged
 
         self.after_a_loss(RankGone(rank), is_lost)
+
+    @rule(number=st.integers(0, 3))
+    def rank_is_back(self, number):
+        rank = self.rank_of(number)
+        self.gone -= {("rank", rank), ("node", self.nodes[rank])}
+        self.after_a_loss(RankBack(rank), lambda key, phase: False)
 
     @rule(number=st.integers(0, 3))
     def node_goes(self, number):

@@ -103,32 +103,23 @@ def save(specs, arrays, layout, *, settled=True, split_bytes=64):
     return plan.decode_plan(plan.encode_plan(merged)), packs
 
 
-def load(saved, packs, wanted, arrays, *, prefer=(), max_gap_bytes=16):
-    """Read what is wanted out of the packs, in grouped reads, and return it as arrays; nothing is filled twice."""
+def load(saved, packs, wanted, arrays, *, prefer=()):
+    """Read what is wanted out of the packs and return it as arrays; nothing is filled twice."""
     specs = {leaf.name: leaf for leaf in saved.leaves}
     out = [np.zeros(rect.sizes, arrays[name].dtype) for name, rect in wanted]
     filled = [np.zeros(rect.sizes, np.int8) for _, rect in wanted]
-    found = resharding.transfers(saved, wanted, prefer=prefer)
-
-    def itemsize(item):
-        return arrays[wanted[item.wanted_index][0]].itemsize
-
-    reads = resharding.group(found, itemsize, max_gap_bytes=max_gap_bytes, max_read_bytes=512)
-    assert sorted(map(repr, found)) == sorted(repr(item) for read in reads for item in read.transfers)
-    for read in reads:
-        data = bytes(packs[read.rank, read.pack][read.start : read.stop])
-        for item in read.transfers:
-            name, rect = wanted[item.wanted_index]
-            assert specs[name].shape == arrays[name].shape
-            start, stop = resharding.byte_range(item, itemsize(item))
-            assert read.start <= start < stop <= read.stop
-            # Rebuild the piece from the needed bytes only: what lies outside of them is poisoned.
-            piece = np.full(item.piece.sizes, 0xEE, arrays[name].dtype)
-            raw = bytearray(piece.tobytes())
-            raw[start - item.offset : stop - item.offset] = data[start - read.start : stop - read.start]
-            piece = np.frombuffer(bytes(raw), arrays[name].dtype).reshape(item.piece.sizes)
-            cut(out[item.wanted_index], item.part, rect)[...] = cut(piece, item.part, item.piece)
-            cut(filled[item.wanted_index], item.part, rect)[...] += 1
+    for item in resharding.transfers(saved, wanted, prefer=prefer):
+        name, rect = wanted[item.wanted_index]
+        assert specs[name].shape == arrays[name].shape
+        start, stop = resharding.byte_range(item, arrays[name].itemsize)
+        assert start < stop
+        # Rebuild the piece from the needed bytes only: what lies outside of them is poisoned.
+        piece = np.full(item.piece.sizes, 0xEE, arrays[name].dtype)
+        raw = bytearray(piece.tobytes())
+        raw[start - item.offset : stop - item.offset] = packs[item.rank, item.pack][start:stop]
+        piece = np.frombuffer(bytes(raw), arrays[name].dtype).reshape(item.piece.sizes)
+        cut(out[item.wanted_index], item.part, rect)[...] = cut(piece, item.part, item.piece)
+        cut(filled[item.wanted_index], item.part, rect)[...] += 1
     assert all((one == 1).all() for one in filled)
     return out
 

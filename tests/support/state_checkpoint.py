@@ -75,7 +75,9 @@ class MemoryCheckpoint:
             state, self.index, rank=rank, world_size=world_size, options=options, random_states=random_states
         )
         unexpected = [] if ignore_unexpected else binding.unexpected
-        error = mismatch_error(binding.missing, unexpected, binding.mismatched)
+        values = {name: self._value(name, rank, world_size) for name in binding.object_names}
+        mismatched = [*binding.mismatched, *binding.check(values), *self._apart(binding)]
+        error = mismatch_error(binding.missing, unexpected, mismatched, binding.unused)
         if error is not None:
             raise error
         for destination in binding.destinations:
@@ -83,10 +85,18 @@ class MemoryCheckpoint:
             data = self.data[self.aliases.get(name, name)]
             for rect, view in destination.leaf.pieces:
                 fill(view, data[_slices(rect)], destination.saved.dtype)
-        values = {name: self._value(name, rank, world_size) for name in binding.object_names}
         binding.apply(values)
         binding.apply_random(values)
         return binding
+
+    def _apart(self, binding: RestoreBinding) -> list[str]:
+        """Say which leaves that one memory is to take differ."""
+        said = []
+        for entry in binding.apart:
+            first, second = (self.data[self.aliases.get(spec.name, spec.name)] for spec in entry.saved)
+            places = [_slices(rect) for rect, _ in entry.leaf.pieces]
+            said += [entry.misfit] if any((first[at] != second[at]).any() for at in places) else []
+        return said
 
     def _value(self, name: str, rank: int, world_size: int) -> Any:
         blobs = self.objects[name]

@@ -156,6 +156,7 @@ class Job:
         self.world_size, self.pack_size_bytes, self.token = world_size, pack_size_bytes, token
         self.incarnation = 0
         self.steps: list[int] = []
+        self.given_up: set[CommitId] = set()
         self.plan: tuple[str, bytes] | None = None
         self._run_id = ""
 
@@ -215,6 +216,7 @@ class Job:
             "keep": maintenance.keep_to_wire(self.keep),
             "incarnation": self.incarnation,
             "quota": "[EDQUOT]" in exc.message,
+            "given_up": [wire(commit) for commit in self.given_up],
         }
         return maintenance.make_room(self.tier, self.config, arguments, EVENTS)
 
@@ -260,15 +262,23 @@ class Job:
             self.promises.gone.add(commit)
             try:
                 maintenance.abandon(self.tier, self.config, arguments, EVENTS)
-            except CheckpointError:  # its bytes go with the debris, then
-                pass
+            except CheckpointError:
+                self.given_up.add(commit)
+        else:
+            self.given_up.add(commit)
         return bool(certain)
 
     def retire(self) -> dict[str, Any]:
         """Apply the keep rule, as after each commit."""
+        acknowledged = [wire(commit) for commit in self.promises.kept if commit.incarnation == self.incarnation]
         may_count = sorted({commit.step for commit in self.promises.begun.keys() - self.promises.gone})
         self.promises.kept = {kept for kept in self.promises.kept if kept.step in may_count[-self.keep.last :]}
-        arguments = {"keep": maintenance.keep_to_wire(self.keep), "incarnation": self.incarnation}
+        arguments = {
+            "keep": maintenance.keep_to_wire(self.keep),
+            "incarnation": self.incarnation,
+            "acknowledged": acknowledged,
+            "given_up": [wire(commit) for commit in self.given_up],
+        }
         retired = maintenance.retire(self.tier, self.config, arguments, EVENTS)
         self.promises.gone |= {CommitId(*commit) for commit in retired["uncommitted"]}
         return retired

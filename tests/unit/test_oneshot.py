@@ -123,8 +123,13 @@ def test_names_choose_leaves_and_only_those_are_read(tmp_path: Path) -> None:
     assert equal(safehold.load(tmp_path / "run", names=["model.*"]), {"model": numbers()["model"]})
     assert safehold.load(tmp_path / "run", names=["step"]) == {"step": 1}
     assert safehold.load(tmp_path / "run", names=["*.b", "step"]).keys() == {"model", "step"}
-    with pytest.raises(StateMismatchError, match="no leaf matches nothing"):
-        safehold.load(tmp_path / "run", names=["nothing"])
+    assert safehold.load(tmp_path / "run", names="step") == {"step": 1}
+    for names in (["nothing"], ["step", "nothing"]):
+        with pytest.raises(StateMismatchError, match="no leaf matches nothing"):
+            safehold.load(tmp_path / "run", names=names)
+    for options in ({"partial": True}, {"rename": {"step": "x"}}, {"cast": True}, {"random_states": True}):
+        with pytest.raises(ConfigurationError, match="need a template"):
+            safehold.load(tmp_path / "run", **options)
     with pytest.raises(StateMismatchError, match="goes without a template"):
         safehold.load(tmp_path / "run", numbers(), names=["step"])
 
@@ -196,13 +201,17 @@ def test_what_was_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError):
-        safehold.load(tmp_path / "absent")
+    for step in (None, 5):
+        with pytest.raises(StepNotFoundError, match="this directory does not exist"):
+            safehold.load(tmp_path / "absent", step=step)
     assert not (tmp_path / "absent").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StepNotFoundError, match=r"no run directory[^$]*the directory is empty"):
+        safehold.load(tmp_path / "empty")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "model.pt").write_text("precious")
     for action in (lambda: safehold.load(tmp_path / "full"), lambda: safehold.save(tmp_path / "full", {"a": 1})):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match="no run directory"):
             action()
     assert os.listdir(tmp_path / "full") == ["model.pt"]
 
@@ -249,6 +258,28 @@ def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(
         with pytest.raises(IntegrityError) as caught:
             safehold.load(path, step=step)
         assert caught.value.step == step and caught.value.path
+
+
+def test_what_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log where an older one was taken, with the error where there is none."""
+    path = tmp_path / "run"
+    for step in (1, 2, 3):
+        safehold.save(path, {"w": np.full(1000, float(step)), "v": step}, step=step)
+    for step in (2, 3):
+        flip(pack_of(path, CommitId(step, step, 0)), 4096 + 500)
+    with caplog.at_level(logging.WARNING, "safehold"):
+        with pytest.raises(StateMismatchError) as misfit:
+            safehold.load(path, {"w": np.zeros(1000)})
+        assert [note[:14] for note in getattr(misfit.value, "__notes__", [])] == []
+        assert safehold.load(path)["v"] == 1
+    assert [caplog.text.count(f"step {step} cannot be used") for step in (1, 2, 3)] == [0, 1, 1]
+    caplog.clear()
+    flip(pack_of(path, CommitId(1, 1, 0)), 4096 + 500)
+    with caplog.at_level(logging.WARNING, "safehold"), pytest.raises(ChecksumError) as caught:
+        safehold.load(path)
+    assert caught.value.step == 3 and not caplog.text
+    notes = "\n".join(caught.value.__notes__)
+    assert "step 2 cannot be used" in notes and "step 1 cannot be used" in notes and "step 3" not in notes
 
 
 def test_where_there_is_no_older_one_the_first_error_is_told_and_whether_the_state_was_touched(tmp_path: Path) -> None:
@@ -318,7 +349,8 @@ def test_leftovers_of_a_killed_save_are_swept_by_the_next(tmp_path: Path, monkey
 
     safehold.save(path, numbers(1), step=1)
     monkeypatch.setattr(direct_save, "_commit", die)
-    monkeypatch.setattr(direct_save, "_within", lambda config, doing, action: action())
+    monkeypatch.setattr(direct_save, "_within", lambda config, doing, action, *_: action())
+    monkeypatch.setattr(direct_save, "_discard", lambda *_: None)
     with pytest.raises(KilledError):
         safehold.save(path, numbers(2), step=2)
     monkeypatch.undo()

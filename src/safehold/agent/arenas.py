@@ -11,16 +11,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from safehold.errors import CheckpointError, ConfigurationError, StorageFullError
-from safehold.host import memfd, memory
+from safehold.host import memfd, memory, numa
+from safehold.host.process import lower_priority
 from safehold.types import CommitId
 
 Post = Callable[[Callable[[], None]], None]
 Ready = Callable[["Arena | None", CheckpointError | None], None]
 PAGE_BYTES = 4096
-BUDGET_SHARE = 0.6
 TRIM_BYTES = 64 << 20
 
 
@@ -37,6 +38,7 @@ class Arena:
         num_uses: How many saves it was given to; tells the last of them from earlier ones.
         content: The commit whose bytes it holds whole, if it does.
         packs: (arena offset, size) of the packs of `content`.
+        verified: Its bytes matched their checksums since the last process that could write to it ended.
         waiting: Who wants it once it is populated, or free.
     """
 
@@ -48,11 +50,12 @@ class Arena:
     num_uses: int = 0
     content: CommitId | None = None
     packs: list[tuple[int, int]] = field(default_factory=list)
+    verified: bool = False
     waiting: list[Ready] = field(default_factory=list)
 
     def use(self) -> int:
         """A save takes it: nothing that it held counts any more. Returns the number of this use."""
-        self.busy, self.content, self.packs = True, None, []
+        self.busy, self.content, self.packs, self.verified = True, None, [], False
         self.num_uses += 1
         return self.num_uses
 
@@ -62,19 +65,24 @@ class ArenaPool:
 
     Args:
         post: Runs a function in the dispatcher.
-        budget_bytes: Upper bound; 0: a share of the memory available at the first allocation.
+        budget_bytes: Upper bound, but never more than there is at the first allocation; 0: a share of that.
         released: Told the id of each arena that is let go, so that nobody else keeps its pages.
+        nice: Niceness of the threads that populate.
     """
 
-    def __init__(self, post: Post, budget_bytes: int, released: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, post: Post, budget_bytes: int, released: Callable[[int], None] = lambda _: None, *, nice: int = 0
+    ) -> None:
+        self._nice = nice
         self._post, self._released = post, released
         self._configured_budget = budget_bytes
-        self._budget = budget_bytes
+        self._budget = 0
         self._arenas: dict[int, Arena] = {}
         self._lost_bytes = 0
         self._parted: list[Arena] = []
         self._ranks: set[int] | None = None
         self._next_id = 1
+        self._numa_nodes: dict[int, int] = {}
 
     @property
     def total_bytes(self) -> int:
@@ -95,6 +103,14 @@ class ArenaPool:
         """Return the arenas that hold this commit."""
         return [arena for arena in self._arenas.values() if arena.fd >= 0 and arena.content == commit]
 
+    def facts(self) -> dict[str, Any]:
+        """What is held: rank -> step, and the ranks of whom it is verified."""
+        held = [arena for _, arena in sorted(self._arenas.items()) if arena.fd >= 0 and arena.content is not None]
+        return {
+            "steps": {str(arena.rank): arena.content.step for arena in held if arena.content is not None},
+            "verified": [arena.rank for arena in held if arena.verified],
+        }
+
     def ranks_with_content(self, steps: set[int]) -> set[int]:
         """Return the ranks whose arenas hold a commit of one of these steps."""
         return {rank for rank, arena in self._arenas.items() if arena.content and arena.content.step in steps}
@@ -106,10 +122,17 @@ class ArenaPool:
         `acquire` by name.
         """
         if not self._budget:
-            self._budget = self._configured_budget or memory.budget_bytes(memory.available_memory(), share=BUDGET_SHARE)
+            found = memory.available_memory()
+            found = replace(found, available_bytes=found.available_bytes + self.total_bytes)
+            limit = self._configured_budget or None
+            self._budget = memory.budget_bytes(found, limit_bytes=limit)
         share = (self._budget - self._lost_bytes) // max(1, num_ranks)
         ring = share // smallest_ring_bytes * smallest_ring_bytes
         return size_bytes if size_bytes <= share or ring <= 0 else ring
+
+    def prefer(self, rank: int, numa_node: int) -> None:
+        """From now on have the pages of new arenas of `rank` come from this NUMA node, if it is one (-1: from anywhere)."""
+        self._numa_nodes[rank] = numa_node
 
     def acquire(self, rank: int, size_bytes: int, ready: Ready) -> None:
         """Give `rank` an arena of at least `size_bytes`; `ready` runs in the dispatcher, at once where it exists already."""
@@ -153,8 +176,10 @@ class ArenaPool:
         error: CheckpointError | None = None
         hint = "lower memory_budget_bytes or the state"
         try:
-            fd = memfd.create(arena.size_bytes, f"arena-{arena.rank}")
-            with memfd.Mapping(fd) as mapping:
+            fd = memfd.create(arena.size_bytes, f"arena-{arena.rank}", alignable=True)
+            lower_priority(self._nice, lower_io=False)
+            with memfd.Mapping(fd, arena.size_bytes) as mapping:
+                numa.prefer(mapping, self._numa_nodes.get(arena.rank, -1))
                 memfd.populate(mapping, cancelled=lambda: self._arenas.get(arena.rank) is not arena)
         except CheckpointError as exc:
             error = exc
@@ -247,7 +272,8 @@ class ArenaPool:
     def configure(self, budget_bytes: int) -> None:
         """Another job has another budget; idle arenas go if they take more than that."""
         if budget_bytes != self._configured_budget:
-            self._configured_budget = self._budget = budget_bytes
+            self._configured_budget, self._budget = budget_bytes, 0
+            self.fitting(0, 1, 1)
         if self._budget and self.total_bytes > self._budget:
             for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
                 self.release(rank)
@@ -255,7 +281,7 @@ class ArenaPool:
     def forget(self) -> None:
         """The run directory holds another run by now: what arenas hold is nobody's."""
         for arena in self._arenas.values():
-            arena.content, arena.packs = None, []
+            arena.content, arena.packs, arena.verified = None, [], False
 
     def close(self) -> None:
         """Free everything."""

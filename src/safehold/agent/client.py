@@ -19,6 +19,7 @@ import msgspec
 
 from safehold._version import __version__
 from safehold.agent import messages as m
+from safehold.agent.greeting import HELLO, LEAVES, Greeting, OtherVersionError
 from safehold.agent.start import connect_or_start
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError, DeadlineError, from_wire
@@ -75,6 +76,7 @@ class AgentClient:
         self._notify, self._on_lost = notify, lost
         self._channel: Channel | None = None
         self._receiver: threading.Thread | None = None
+        self._other: Greeting | None = None
         self._pending: dict[int, _Pending] = {}
         self._next = 1
         self._lock = threading.Lock()
@@ -114,7 +116,7 @@ class AgentClient:
             channel = connect_or_start(self._url, self._slot, self._config, left_s, patience_s=patience_s)
             self.generation += 1
             self.node_control = None  # its signs of life were the old agent's
-            self._channel = channel
+            self._channel, self._other = channel, None
             self._receiver = threading.Thread(target=self._receive, args=(channel,), name="safehold-agent", daemon=True)
             self._receiver.start()
             try:
@@ -245,6 +247,9 @@ class AgentClient:
                 reply = m.decode_reply(data)
                 taken, fds = fds, []
                 self._deliver(reply, taken)
+        except OtherVersionError as exc:
+            why = str(exc)
+            self._other = exc.greeting
         except (ChannelClosed, OSError, msgspec.DecodeError) as exc:
             why = str(exc)
         _close(fds)
@@ -286,7 +291,14 @@ class AgentClient:
         if channel is not None:
             channel.close()
 
-    def _gone(self, doing: str) -> AgentUnavailableError:
+    def _gone(self, doing: str) -> CheckpointError:
+        if (other := self._other) is not None:
+            text = f"the agent runs {other}, the trainer {m.greet(HELLO)}"
+            if other.word == LEAVES:
+                text = f"{text}; it drains and leaves"
+                return AgentUnavailableError(text, rank=self.rank, hint="try again in a moment")
+            hint = "another job of this run directory is still running; stop it first"
+            return ConfigurationError(text, rank=self.rank, hint=hint)
         hint = "it is started again at the next save; its log says why it ended: " + str(self._slot.log_path)
         return AgentUnavailableError(f"the agent of this node is gone ({doing})", rank=self.rank, hint=hint)
 

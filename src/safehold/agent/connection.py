@@ -24,16 +24,24 @@ SEND_TIMEOUT_S = 30.0
 
 
 class Connection:
-    """See the module. `rank` is -1 before `Hello`."""
+    """See the module.
+
+    Attributes:
+        rank: Of the trainer; -1 before its `Hello`.
+        pid: Of its process; 0 where that cannot be seen from here.
+        refused: Whether its `Hello` was.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self.rank = -1
+        self.pid = channel.peer_credentials().pid
         self.session: Session | None = None
         self.orderly = False
         self.linger = True
         self.closed = False
+        self.refused = False
         self._sender = threading.Thread(target=self._send, name="to-trainer", daemon=True)
         self._sender.start()
 
@@ -55,6 +63,10 @@ class Connection:
     def refuse(self, request: int, error: CheckpointError) -> None:
         """Answer a request with an error."""
         self.reply(m.Refused(request, error.to_wire()))
+
+    def greet(self, word: str) -> None:
+        """Answer somebody of another version with the line that all versions understand."""
+        self._queue.put((m.greet(word).line(), ()))
 
     def close(self) -> None:
         """End it, once what was to be sent is sent."""

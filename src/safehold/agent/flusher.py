@@ -24,10 +24,14 @@ from safehold.config import Config
 from safehold.errors import CheckpointError, StorageError, StorageFullError, SupersededError, from_os_error
 from safehold.events import EventStream
 from safehold.host.control import RankControl
+from safehold.host.idle import KernelIdleCores
 from safehold.host.memfd import Mapping
+from safehold.host.process import lower_priority
 from safehold.host.sockets import Channel, ChannelClosed
 from safehold.pipeline import ledger, maintenance
 from safehold.pipeline.flush import FlushJob, StagedWord, flush_rank
+from safehold.pipeline.memory_check import arena_matches
+from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import Tier
 from safehold.tiers.open import open_tier
 from safehold.types import CommitId
@@ -44,6 +48,7 @@ class FlusherProcess:
         self._channel = channel
         self._tier: Tier | None = None
         self._config = Config()
+        self._pacer: Pacer | None = None
         self._url = ""
         self._cancelled: dict[tuple[int, int, int], threading.Event] = {}
         self._arenas: dict[int, Mapping] = {}
@@ -51,7 +56,10 @@ class FlusherProcess:
         self._tier_lock = threading.Lock()
         self._room_lock = threading.Lock()
         self.events = EventStream("flusher")
-        self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {"flush": self._flush}
+        self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
+            "flush": self._flush,
+            "check_memory": self._check_memory,
+        }
 
     def serve(self) -> None:
         """Take calls until the agent's end closes."""
@@ -64,6 +72,9 @@ class FlusherProcess:
             operation, arguments = str(call["op"]), dict(call["args"])
             if operation == "start":
                 self._url, self._config = arguments["url"], Config.from_wire(arguments["config"])
+                # All calls run in threads that are started from here, and take the priority over.
+                lower_priority(self._config.flush_nice)
+                self._pacer = Pacer(KernelIdleCores(), self._config.flush_busy_share)
                 # Opened afresh by each start of the job: the directory may have been replaced meanwhile, and its
                 # attempts may have the names of others that were abandoned here.
                 self._tier = None
@@ -164,6 +175,7 @@ class FlusherProcess:
             rate_bytes_s=self._config.flush_rate_bytes_s // max(1, arguments["num_ranks"]),
             deadline_s=arguments["deadline_s"],
             ring_bytes=arguments["ring_bytes"],
+            beside_training=arguments["beside_training"],
         )
         mapping = self._mapped(arguments["arena_id"], arena_fd, arguments["arena_bytes"])
         with closing(RankControl.attach(os.dup(control_fd), os.dup(wake_fd))) as control:
@@ -178,6 +190,7 @@ class FlusherProcess:
                 cancelled,
                 make_room=lambda exc: self._make_room(arguments, exc),
                 flushed=lambda done: control.advance_flushed(save_seq, done),
+                pacer=self._pacer,
             )
         return {
             "packs": [msgspec.to_builtins(record) for record in result.packs],
@@ -188,6 +201,11 @@ class FlusherProcess:
                 "sync_s": result.sync_s,
             },
         }
+
+    def _check_memory(self, arguments: dict[str, Any], fds: list[int]) -> bool:
+        mapping = self._mapped(arguments["arena_id"], fds[0], arguments["arena_bytes"])
+        packs = [(start, size) for start, size in arguments["packs"]]
+        return arena_matches(self._open(), CommitId(*arguments["commit"]), arguments["rank"], packs, mapping.view)
 
     def _make_room(self, arguments: dict[str, Any], exc: StorageFullError) -> bool:
         """Delete what no keep rule protects; True if that freed something, so that the allocation is tried again."""

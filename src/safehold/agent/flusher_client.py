@@ -48,6 +48,8 @@ class Flusher:
         abandoned: Those of them that could not be ended yet.
         may_still_run: While a callback runs with an error: whether the process that had the call could not be ended, so that it may
             still use what it was given.
+        lost: While a callback runs with an error: whether the process that had the call was lost with it, so that what was asked for
+            may be done, half done, or not begun.
 
     Args:
         url: The run directory, as path or URL.
@@ -72,6 +74,7 @@ class Flusher:
         self.replaced = 0
         self.abandoned: list[Process] = []
         self.may_still_run = False
+        self.lost = False
 
     @property
     def pid(self) -> int | None:
@@ -168,7 +171,6 @@ class Flusher:
                 ["--fd", str(theirs.fileno())],
                 fds=[theirs.fileno()],
                 log=self._log_fd,
-                nice=int(self._config.get("flush_nice", 0)),
             )
         except CheckpointError:
             ours.close()
@@ -221,11 +223,12 @@ class Flusher:
         calls, self._calls = list(self._calls.values()), {}
         hint = "a new flusher is started for the next save; look at the storage"
         kind = DeadlineError if deadline else StorageError
+        self.lost = True
         try:
             for call in calls:
                 _end(call, None, kind(f"{call.operation}: {why}", tier="flash", path=self._url, hint=hint))
         finally:
-            self.may_still_run = False
+            self.may_still_run = self.lost = False
 
     def reap_abandoned(self) -> bool:
         """Forget abandoned processes that have ended; True if none is left."""

@@ -1,7 +1,9 @@
 """The lead agent's hands: carries out what the commit protocol decides.
 
 Invariants: every decision is `policy.commit`'s; here are only its effects. Planning runs in a thread (it can take seconds for thousands of
-ranks) and its result comes back as an event; a plan whose part digests are known is not planned again. Nothing here waits.
+ranks) and its result comes back as an event; a plan whose part digests are known is not planned again, unless it is missing or damaged
+when a manifest is to name it. Where publishing was answered with a failure, the save is told to have failed only after its manifest was
+looked for and withdrawn. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from safehold.agent.flusher_client import Flusher
 from safehold.agent.parts import PartStore
 from safehold.clock import Clock
 from safehold.config import Config
-from safehold.errors import CheckpointError, ManifestError
+from safehold.errors import CheckpointError, DeadlineError, ManifestError, SupersededError
 from safehold.events import EventStream
+from safehold.format import paths
 from safehold.format import plan as plans
 from safehold.policy import commit as protocol
 from safehold.policy.coverage import check as check_coverage
 
 Post = Callable[[Callable[[], None]], None]
+PlanMade = protocol.PlanReady | protocol.PlanFailed
 SETTLE_GRACE_S = 1.0
 PLANS_KEPT = 64
 
@@ -39,6 +43,7 @@ class Lead:
         facts: Metrics and the final flag of a save.
         on_committed: Told of each commit: (step, attempt).
         on_abandoned: Told of each save given up.
+        on_doubtful: Told of each save whose manifest may be visible or not, once nobody works at it any more: (step, attempt).
         on_settled: Told when `settle` has come to its end.
         post: Runs a function in the dispatcher.
     """
@@ -56,6 +61,7 @@ class Lead:
         facts: Callable[[int, int], tuple[dict[str, float], bool]],
         on_committed: Callable[[int, int], None],
         on_abandoned: Callable[[protocol.Abandon], None],
+        on_doubtful: Callable[[int, int], None],
         on_settled: Callable[[], None],
         post: Post,
         clock: Clock,
@@ -64,8 +70,10 @@ class Lead:
         self._node_of, self._incarnation, self._run_id = node_of, incarnation, run_id
         self._config, self._flusher, self._parts, self._facts = config, flusher, parts, facts
         self._on_committed, self._on_abandoned, self._on_settled = on_committed, on_abandoned, on_settled
+        self._on_doubtful = on_doubtful
         self._post, self._clock, self._events = post, clock, events
         self._plans: OrderedDict[tuple[str, ...], tuple[str, int]] = OrderedDict()
+        self._digests: dict[tuple[int, int], tuple[str, ...]] = {}
         deadlines = protocol.Deadlines(
             begin_s=config.begin_timeout_s,
             stage_s=config.stage_timeout_s,
@@ -95,82 +103,94 @@ class Lead:
         """When `tick` is due."""
         return self._machine.next_deadline()
 
-    def settle(self, deadline_s: float) -> None:
-        """No new saves: finish what all ranks have staged, give up the rest; `on_settled` follows."""
-        self.handle(protocol.Settle(deadline=self._clock.monotonic() + deadline_s, grace_s=SETTLE_GRACE_S))
+    def settle(self, deadline_s: float, grace_s: float = SETTLE_GRACE_S) -> None:
+        """No new saves: finish what all ranks have staged, or stage within `grace_s`, give up the rest; `on_settled` follows."""
+        self.handle(protocol.Settle(deadline=self._clock.monotonic() + deadline_s, grace_s=grace_s))
 
     def _act(self, action: Any) -> None:
+        if getattr(action, "to_node", None) is not None:
+            return  # a verdict once more, for one node: this one has heard it
         match action:
             case protocol.BuildPlan():
                 self._build(action)
             case protocol.Publish():
                 self._publish(action)
             case protocol.Committed():
+                self._digests.pop((action.step, action.attempt), None)
                 self._events.emit("commit", "done", step=action.step, attempt=action.attempt)
                 self._on_committed(action.step, action.attempt)
             case protocol.Abandon():
+                self._digests.pop((action.step, action.attempt), None)
                 self._events.emit("commit", "failed", step=action.step, error=str(action.error))
                 self._on_abandoned(action)
             case protocol.Settled():
                 self._on_settled()
 
+    # -- plans -----------------------------------------------------------------------------------------------------------
+
     def _build(self, action: protocol.BuildPlan) -> None:
         digests = tuple(action.part_digests[rank] for rank in sorted(action.part_digests))
+        self._digests[action.step, action.attempt] = digests
         known = self._plans.get(digests)
-        if known is not None:
-            self._plans.move_to_end(digests)
-            ready = protocol.PlanReady(
-                step=action.step, attempt=action.attempt, plan_digest=known[0], plan_size=known[1]
-            )
-            self._post(lambda: self.handle(ready))
+        if known is None:
+            self._make_plan(action.step, action.attempt, digests, self.handle)
             return
-        found = [self._parts.get(rank, digest) for rank, digest in sorted(action.part_digests.items())]
+        self._plans.move_to_end(digests)
+        ready = protocol.PlanReady(step=action.step, attempt=action.attempt, plan_digest=known[0], plan_size=known[1])
+        self._post(lambda: self.handle(ready))
+
+    def _make_plan(self, step: int, attempt: int, digests: tuple[str, ...], then: Callable[[PlanMade], None]) -> None:
+        """Join the ranks' parts and store the plan; `then` hears in the dispatcher that it is durable, or why it is not."""
+        found = [self._parts.get(rank, digest) for rank, digest in enumerate(digests)]
         parts = [part for part in found if part is not None]
         if len(parts) < len(found):
-            error = ManifestError("a rank's part never reached the lead", step=action.step)
-            failed = protocol.PlanFailed(step=action.step, attempt=action.attempt, error=error)
-            self._post(lambda: self.handle(failed))
+            error = ManifestError("a rank's part never reached the lead", step=step)
+            self._post(lambda: then(protocol.PlanFailed(step=step, attempt=attempt, error=error)))
             return
-        threading.Thread(target=self._plan, args=(action, digests, parts), name="plan", daemon=True).start()
 
-    def _plan(self, action: protocol.BuildPlan, digests: tuple[str, ...], parts: list[bytes]) -> None:
-        event: Any
-        data = b""
+        def work() -> None:
+            made, data = self._join(step, attempt, parts)
+            self._post(lambda: self._store(made, data, digests, then))
+
+        threading.Thread(target=work, name="plan", daemon=True).start()
+
+    def _join(self, step: int, attempt: int, parts: list[bytes]) -> tuple[PlanMade, bytes]:
+        """The work of planning; runs in a thread."""
         try:
-            with self._events.span("plan", step=action.step):
+            with self._events.span("plan", step=step):
                 plan = plans.merge_parts(parts, self._node_of)
                 check_coverage(plan)
                 data = plans.encode_plan(plan)
-            event = protocol.PlanReady(
-                step=action.step, attempt=action.attempt, plan_digest=plans.digest(data), plan_size=len(data)
-            )
+                plans.decode_plan(data)  # what cannot be read back is never committed with
+            digest = plans.digest(data)
+            return protocol.PlanReady(step=step, attempt=attempt, plan_digest=digest, plan_size=len(data)), data
         except CheckpointError as exc:
-            exc.step = exc.step if exc.step is not None else action.step
-            event = protocol.PlanFailed(step=action.step, attempt=action.attempt, error=exc)
+            exc.step = exc.step if exc.step is not None else step
+            return protocol.PlanFailed(step=step, attempt=attempt, error=exc), b""
         except Exception as exc:
-            error = ManifestError(f"planning failed: {type(exc).__name__}: {exc}", step=action.step)
-            event = protocol.PlanFailed(step=action.step, attempt=action.attempt, error=error)
+            error = ManifestError(f"planning failed: {type(exc).__name__}: {exc}", step=step)
+            return protocol.PlanFailed(step=step, attempt=attempt, error=error), b""
 
-        self._post(lambda: self._store(event, digests, data))
-
-    def _store(self, event: Any, digests: tuple[str, ...], data: bytes) -> None:
-        if not isinstance(event, protocol.PlanReady):
-            self.handle(event)
+    def _store(self, made: PlanMade, data: bytes, digests: tuple[str, ...], then: Callable[[PlanMade], None]) -> None:
+        if not isinstance(made, protocol.PlanReady):
+            then(made)
             return
 
         def stored(value: Any, error: CheckpointError | None) -> None:
             if error is None:
-                self._plans[digests] = (event.plan_digest, event.plan_size)
+                self._plans[digests] = (made.plan_digest, made.plan_size)
                 while len(self._plans) > PLANS_KEPT:
                     self._plans.popitem(last=False)
-                self.handle(event)
+                then(made)
             else:
-                self.handle(protocol.PlanFailed(step=event.step, attempt=event.attempt, error=error))
+                then(protocol.PlanFailed(step=made.step, attempt=made.attempt, error=error))
 
-        arguments = {"digest": event.plan_digest, "plan": data}
+        arguments = {"digest": made.plan_digest, "plan": data}
         self._flusher.call("plan", arguments, stored, timeout_s=self._config.flush_timeout_s)
 
-    def _publish(self, action: protocol.Publish) -> None:
+    # -- the manifest ----------------------------------------------------------------------------------------------------
+
+    def _publish(self, action: protocol.Publish, *, healed: bool = False) -> None:
         metrics, final = self._facts(action.step, action.attempt)
         arguments = {
             "commit": [action.step, self._incarnation, action.attempt],
@@ -186,7 +206,48 @@ class Lead:
         def published(value: Any, error: CheckpointError | None) -> None:
             if error is None:
                 self.handle(protocol.Published(step=action.step, attempt=action.attempt))
+            elif not healed and (error.path or "").endswith(paths.plan(action.plan_digest)):
+                self._heal(action, error)
             else:
-                self.handle(protocol.PublishFailed(step=action.step, attempt=action.attempt, error=error))
+                self._publish_failed(action, error)
 
         self._flusher.call("publish", arguments, published, timeout_s=self._config.flush_timeout_s)
+
+    def _heal(self, action: protocol.Publish, cause: CheckpointError) -> None:
+        """Store the plan once more, which was found missing or damaged when it was to be committed with; then publish."""
+        digests = self._digests.get((action.step, action.attempt))
+        if digests is None:  # given up meanwhile
+            self._publish_failed(action, cause)
+            return
+        self._plans.pop(digests, None)
+
+        def made(event: PlanMade) -> None:
+            if isinstance(event, protocol.PlanFailed):
+                self._publish_failed(action, event.error)
+            elif event.plan_digest != action.plan_digest or (action.step, action.attempt) not in self._digests:
+                self._publish_failed(action, cause)
+            else:
+                self._publish(action, healed=True)
+
+        self._events.emit("plan", "failed", step=action.step, error=str(cause))
+        self._make_plan(action.step, action.attempt, digests, made)
+
+    def _publish_failed(self, action: protocol.Publish, error: CheckpointError) -> None:
+        """Make sure that the manifest of a save that failed is not believed, where nobody is left who may yet make it visible."""
+        key = (action.step, action.attempt)
+        answered, open_ = not self._flusher.lost, key in self._digests
+        if isinstance(error, DeadlineError | SupersededError) or self._flusher.may_still_run or not open_:
+            # Whatever it is now, it was told to be in doubt, or is for the newer incarnation to decide.
+            self._unpublished(action, error, certain=False)
+            return
+
+        def withdrawn(value: Any, failure: CheckpointError | None) -> None:
+            self._unpublished(action, error, certain=answered and failure is None and bool(value))
+
+        arguments = {"commit": [action.step, self._incarnation, action.attempt]}
+        self._flusher.call("withdraw", arguments, withdrawn, timeout_s=self._config.flush_timeout_s)
+
+    def _unpublished(self, action: protocol.Publish, error: CheckpointError, *, certain: bool) -> None:
+        self.handle(protocol.PublishFailed(step=action.step, attempt=action.attempt, error=error, certain=certain))
+        if not certain:
+            self._on_doubtful(action.step, action.attempt)

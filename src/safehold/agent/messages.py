@@ -1,15 +1,20 @@
 """What trainers and their agent say to each other over the private Unix socket.
 
 Invariants: every message is one tagged msgpack map, bounded by the channel's frame limit; `id` pairs a request with its reply, and 0
-marks a notification. File descriptors travel beside the message, in the order that the docstrings give. No paths of storage and no
-code cross this border. PROTOCOL counts up with every change that an older side would misunderstand.
+marks a notification. What opens a connection has a line before it that every version understands (`safehold.agent.greeting`). File
+descriptors travel beside the message, in the order that the docstrings give. No paths of storage and no code cross this border.
+PROTOCOL counts up with every change that an older side would misunderstand.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+from safehold._version import __version__
+from safehold.agent import greeting
+from safehold.agent.greeting import Greeting, OtherVersionError
 
 PROTOCOL = 1
 
@@ -109,10 +114,11 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Prepare(msgspec.Struct, tag="prepare", frozen=True):
-    """A rank asks for an arena of `arena_bytes`; the reply (`Prepared`) comes when its pages exist."""
+    """A rank asks for an arena of `arena_bytes`, near `numa_node` (-1: anywhere); the reply (`Prepared`) comes when its pages exist."""
 
     id: int
     arena_bytes: int
+    numa_node: int = -1
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
@@ -143,6 +149,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         compare: (key, arena offset, nbytes) of the ranges whose CRC32 is compared between ranks.
         save_seq: Number of this save in the rank's control words.
         announced: True if it follows an announcement of the lead.
+        beside_training: True if training goes on while the rank stages (`overlap=True`).
     """
 
     id: int
@@ -158,6 +165,8 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     final: bool = False
     announced: bool = False
     overwrite: bool = False
+    beside_training: bool = False
+    numa_node: int = -1
 
 
 class Granted(msgspec.Struct, tag="granted", frozen=True):
@@ -251,6 +260,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         manifest: The manifest's bytes; `path` is the directory of the checkpoint inside the run directory.
         memory: Ranks whose arenas on this node still hold exactly this checkpoint.
         skipped: Sentences about newer checkpoints that could not be used.
+        verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
     """
 
     id: int
@@ -261,6 +271,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     memory: list[int] = []
     skipped: list[str] = []
     round: int = 0
+    verified: list[int] = []
 
 
 class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
@@ -382,18 +393,44 @@ Reply = (
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+M = TypeVar("M")
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message."""
-    return _encoder.encode(message)
+    data = _encoder.encode(message)
+    if isinstance(message, Hello | StatusAsk):
+        return greet(greeting.HELLO if isinstance(message, Hello) else greeting.STATUS).line() + data
+    return data
+
+
+def greet(word: str) -> Greeting:
+    """Return who we are."""
+    return Greeting(PROTOCOL, __version__, word)
 
 
 def decode_request(data: bytes) -> Request:
-    """Return a trainer's message; raises `msgspec.DecodeError` for anything else."""
-    return _requests.decode(data)
+    """Return a trainer's message.
+
+    Raises:
+        OtherVersionError: It cannot be read, and is of another version.
+        msgspec.DecodeError: It is none.
+    """
+    return _decode(data, _requests)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Return an agent's message; raises `msgspec.DecodeError` for anything else."""
-    return _replies.decode(data)
+    """Return an agent's message; errors as for `decode_request`."""
+    return _decode(data, _replies)
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M:
+    found, rest = greeting.split(data)
+    if found is not None and (found.protocol != PROTOCOL or not rest):
+        raise OtherVersionError(found)
+    try:
+        return decoder.decode(rest)
+    except msgspec.DecodeError as exc:
+        if found is not None and found.version != __version__:
+            raise OtherVersionError(found) from exc
+        raise

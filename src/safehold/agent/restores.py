@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from safehold.agent.arenas import Arena
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.messages import RestoreAsk, RestoreOffer, Verdict, Vote
-from safehold.agent.saves import Peer
+from safehold.agent.node_save import Peer
 from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import (
@@ -27,6 +28,7 @@ from safehold.errors import (
     StepNotFoundError,
     from_wire,
 )
+from safehold.format.names import numbered
 from safehold.types import CommitId
 
 PHASES = ("planned", "verified")
@@ -52,7 +54,7 @@ class Restores:
         local_ranks: The ranks.
         config: The run's settings.
         flusher: For tier work.
-        memory_of: Which local arenas hold a commit: returns their ranks.
+        memory_of: Returns the local arenas that hold a commit.
         rebase: Opens a new incarnation that accepts commits up to one, without the excluded; calls back with (incarnation, error).
         when_idle: Calls back once no save is in flight; what a save is about to commit is what a restore shall find.
         incarnation: The incarnation in force.
@@ -65,7 +67,7 @@ class Restores:
         local_ranks: list[int],
         config: Config,
         flusher: Flusher,
-        memory_of: Callable[[CommitId], list[int]],
+        memory_of: Callable[[CommitId], list[Arena]],
         rebase: Callable[[CommitId, list[CommitId], Callable[[int, CheckpointError | None], None]], None],
         when_idle: Callable[[Callable[[], None]], None],
         incarnation: Callable[[], int],
@@ -157,7 +159,7 @@ class Restores:
         for votes in current.votes.values():
             heard = set(votes)
         late = sorted(set(self._ranks) - heard)
-        text = f"ranks {', '.join(map(str, late))} did not take part in the restore in time"
+        text = f"{numbered('rank', late)} did not take part in the restore in time"
         if not late:
             text = "storage, or a save before, kept the restore longer than it may take"
         hint = "call restore on every rank; raise restore_timeout_s for slow storage"
@@ -199,7 +201,9 @@ class Restores:
         if self._newest is None and value["newest"] is not None:
             self._newest = CommitId(*value["newest"])
         self._bad.extend(CommitId(*entry) for entry in value["bad"])
-        memory = self._memory_of(commit)
+        held = self._memory_of(commit)
+        memory = sorted(arena.rank for arena in held)
+        verified = sorted(arena.rank for arena in held if arena.verified)
         for peer, ask in current.asked.values():
             peer.reply(
                 RestoreOffer(
@@ -211,6 +215,7 @@ class Restores:
                     memory,
                     skipped,
                     current.number,
+                    verified,
                 )
             )
         current.asked = {}

@@ -8,14 +8,13 @@ ranks of the node. What is told to the lead is facts (begun, staged, recorded, f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
+from safehold.agent.known import Known
 from safehold.agent.messages import Begin, Granted, PartWanted, Skipped, Staged
+from safehold.agent.node_save import NodeSave, Peer, RankSave
 from safehold.agent.parts import PartStore
 from safehold.clock import Clock
 from safehold.config import Config
@@ -28,68 +27,6 @@ ANSWER_SLACK_S = 5.0
 COMPARE_AREA_BYTES = 4 << 20
 CLOSED_KEPT = 64
 MAX_BYTES = 1 << 47
-Key = tuple[int, int]
-
-
-class Peer(Protocol):
-    """The connection of one rank, as the saves need it."""
-
-    rank: int
-    closed: bool
-
-    def reply(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-        """Send without waiting."""
-        ...
-
-    def refuse(self, request: int, error: CheckpointError) -> None:
-        """Answer a request with an error."""
-        ...
-
-
-@dataclass(slots=True)
-class RankSave:
-    """One rank's share of a save on this node."""
-
-    peer: Peer
-    begin: Begin
-    arena: Arena
-    use: int
-    staged: bool = False
-    stage_s: float = 0.0
-    objects: dict[str, bytes] = field(default_factory=dict)
-    flush: dict[str, Any] | None = None
-    flushing: bool = True
-
-
-@dataclass(slots=True)
-class NodeSave:
-    """One save on this node. `closed` once it is committed or abandoned; its arenas stay busy until `flushing` ends."""
-
-    step: int
-    attempt: int
-    opened_at: float
-    ranks: dict[int, RankSave] = field(default_factory=dict)
-    waiting: list[tuple[Peer, Begin]] = field(default_factory=list)
-    blocked: bool = False
-    skipped: str = ""
-    closed: bool = False
-    committed: bool = False
-    recording: bool = False
-    swept: bool = False
-    error: CheckpointError | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    final: bool = False
-    announced: bool = False
-
-    @property
-    def key(self) -> Key:
-        """(step, attempt)."""
-        return self.step, self.attempt
-
-    @property
-    def holds_arenas(self) -> bool:
-        """Whether a later save must not touch the arenas yet."""
-        return bool(self.waiting) or not self.closed or any(rank.flushing for rank in self.ranks.values())
 
 
 class NodeSaves:
@@ -108,6 +45,7 @@ class NodeSaves:
         node_name: This node's name.
         parts: The ranks' encoded parts; filled here, read by the lead.
         keep: Wire form of the retention rules.
+        known: What the incarnation has on storage.
     """
 
     def __init__(
@@ -126,20 +64,50 @@ class NodeSaves:
         run_id: str,
         node_name: str,
         parts: PartStore,
+        known: Known,
     ) -> None:
         self.node, self.local_ranks, self.incarnation = node, local_ranks, incarnation
         self._config, self._keep, self._pool, self._flusher, self._clock = config, keep, pool, flusher, clock
         self._control_of, self._tell_lead = control_of, tell_lead
         self._run_id, self._node_name = run_id, node_name
-        self._saves: dict[Key, NodeSave] = {}
+        self._saves: dict[tuple[int, int], NodeSave] = {}
+        self._held: list[tuple[Peer, Begin]] = []
         self._parts = parts
-        self.known_steps: set[int] = set()
+        self.known = known
+        known.told = self._let_in
 
     # -- what trainers say ----------------------------------------------------------------------------------------
 
     def begin(self, peer: Peer, message: Begin) -> None:
         """A rank asks to save."""
         _check(message)
+        if self.known.pending:
+            self._held.append((peer, message))
+        else:
+            self._begin(peer, message)
+
+    def hold(self, held: list[tuple[Peer, Begin]]) -> None:
+        """Take over who waits to be let in."""
+        self._held += held
+        if not self.known.pending:
+            self._let_in()
+
+    def take_held(self) -> list[tuple[Peer, Begin]]:
+        """Return who waits to be let in, and forget them."""
+        held, self._held = self._held, []
+        return held
+
+    def _let_in(self) -> None:
+        """What is committed is known now, or cannot be."""
+        for peer, message in self.take_held():
+            if peer.closed:
+                continue
+            try:
+                self._begin(peer, message)
+            except CheckpointError as exc:
+                peer.refuse(message.id, exc)
+
+    def _begin(self, peer: Peer, message: Begin) -> None:
         key = (message.step, message.attempt)
         save = self._saves.get(key)
         if save is not None and (peer.rank in save.ranks or any(other.rank == peer.rank for other, _ in save.waiting)):
@@ -149,10 +117,10 @@ class NodeSaves:
             return
         self._left_behind(peer.rank, message)
         if save is None:
-            if message.step in self.known_steps and not message.overwrite:
-                text = f"step {message.step} is committed already"
-                hint = "pass overwrite=True to replace it"
-                peer.refuse(message.id, ConfigurationError(text, step=message.step, rank=peer.rank, hint=hint))
+            error = None if message.overwrite else self.known.refusal(message.step, message.attempt)
+            if error is not None:
+                error.rank = peer.rank
+                peer.refuse(message.id, error)
                 return
             save = self._open(message)
         if save.skipped:
@@ -210,6 +178,8 @@ class NodeSaves:
 
     def end(self, error: CheckpointError) -> None:
         """No save of this incarnation counts any more; refuse those that the lead has not heard of."""
+        for peer, begin in self.take_held():
+            peer.refuse(begin.id, error)
         for save in [entry for entry in self._saves.values() if not entry.closed and not entry.ranks]:
             save.closed = True
             waiting, save.waiting = save.waiting, []
@@ -221,25 +191,30 @@ class NodeSaves:
     def committed(self, step: int, attempt: int) -> dict[str, float]:
         """The save is durable: mark what the arenas hold; returns figures."""
         save = self._saves.get((step, attempt))
-        self.known_steps.add(step)
+        self.known.committed(step, attempt)
         if save is None or save.committed:
             return {}
         save.closed = save.committed = True
-        commit = CommitId(step, self.incarnation, attempt)
-        nbytes = 0
+        try:
+            self._keep_memory(save)
+            return self._figures(save)
+        finally:  # the next save is let in whatever happens
+            self._settle(save)
+
+    def _keep_memory(self, save: NodeSave) -> None:
+        """Note what the arenas of a save hold."""
+        commit = CommitId(save.step, self.incarnation, save.attempt)
         for rank in save.ranks.values():
-            nbytes += sum(size for _, size in rank.begin.packs)
             if rank.arena.size_bytes >= rank.begin.arena_bytes:
                 self._pool.hold(rank.arena, rank.use, commit, rank.begin.packs)
             if rank.arena.content == commit:
                 self._pool.trim(rank.arena.rank, sum(size for _, size in rank.begin.packs) + COMPARE_AREA_BYTES)
+
+    def _figures(self, save: NodeSave) -> dict[str, float]:
+        nbytes = sum(size for rank in save.ranks.values() for _, size in rank.begin.packs)
         window = self._clock.monotonic() - save.opened_at
         figures = {"bytes": float(nbytes), "window_s": window, "num_files": float(self._num_files(save))}
-        for name in ("allocate_s", "write_s", "sync_s"):
-            figures[name] = max((r.flush["timings"][name] for r in save.ranks.values() if r.flush), default=0.0)
-        figures["stage_s"] = max((r.stage_s for r in save.ranks.values()), default=0.0)
-        self._settle(save)
-        return figures
+        return figures | save.timings
 
     def abandoned(self, step: int, attempt: int, error: CheckpointError, *, in_doubt: bool = False) -> None:
         """The save will not be committed: stop its flushes and sweep its files, unless its manifest may yet become visible."""
@@ -331,6 +306,7 @@ class NodeSaves:
             else:
                 self._granted(save, peer, message, arena)
 
+        self._pool.prefer(peer.rank, message.numa_node)
         self._pool.acquire(peer.rank, self.arena_size(message.arena_bytes), ready)
 
     def arena_size(self, wanted_bytes: int) -> int:
@@ -353,12 +329,14 @@ class NodeSaves:
             "compare": [] if ring else message.compare,
             "staged_total": pack_bytes if ring else message.arena_bytes,
             "ring_bytes": arena.size_bytes if ring else 0,
+            "beside_training": message.beside_training,
             "save_seq": message.save_seq,
             "arena_id": arena.arena_id,
             "arena_bytes": arena.size_bytes,
             "deadline_s": self._config.flush_timeout_s,
             "keep": self._keep,
             "incarnation": self.incarnation,
+            "given_up": self.known.given_up(),
         }
         # The trainer waits for this word, so it comes first; the flush waits for staging anyway.
         peer.reply(Granted(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
@@ -377,6 +355,7 @@ class NodeSaves:
         mine.flushing = False
         if error is not None and self._flusher.may_still_run:
             self._pool.give_up(mine.arena)
+            self.known.give_up(*save.key)  # what that process still makes is not there to be swept now
         else:
             self._pool.free(mine.arena)
         if error is not None:
@@ -413,7 +392,7 @@ class NodeSaves:
             "packs": packs,
             "objects": {rank: share.objects for rank, share in save.ranks.items()},
             "part_digests": digests,
-            "timings": {"stage_s": max(share.stage_s for share in save.ranks.values())},
+            "timings": {**save.timings, "recorded_s": self._clock.monotonic() - save.opened_at},
         }
 
         def recorded(value: Any, error: CheckpointError | None) -> None:
@@ -437,7 +416,12 @@ class NodeSaves:
             return
         if not save.committed and save.ranks and not save.swept:
             save.swept = True
-            self._flusher.call("abandon", {"commit": self._commit(save)}, lambda *_: None, timeout_s=120.0)
+            self._flusher.call(
+                "abandon",
+                {"commit": self._commit(save)},
+                lambda _, error: self.known.give_up(*save.key) if error is not None else None,
+                timeout_s=120.0,
+            )
         save.ranks.clear()  # the objects of all ranks among it; only the verdict is of interest from here on
         for old in [entry for entry in self._saves.values() if not entry.holds_arenas][:-CLOSED_KEPT]:
             del self._saves[old.key]

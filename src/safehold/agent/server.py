@@ -2,7 +2,9 @@
 
 Invariants: everything but receiving, sending and populating memory happens in the dispatcher thread, which never blocks on a socket or on
 storage. A connection that breaks the protocol is closed and harms nobody else. The agent leaves when its trainers have been gone for
-the linger time and nothing is in flight, or when it is told to (SIGTERM): then it finishes what all ranks had staged and abandons the rest.
+the linger time and nothing is in flight, or when it is told to (SIGTERM). The same signal may have been sent to its trainers, which then
+save once more: it serves them for `TERM_SERVE_S`, or until they have gone; then it takes no more saves, finishes what all ranks
+have begun, or staged if they are gone, until `TERM_GRACE_S` after the signal, and abandons the rest.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from typing import Any
 import msgspec
 
 from safehold._version import __version__
+from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
 from safehold.agent.flusher_client import Flusher
+from safehold.agent.greeting import Greeting, OtherVersionError
+from safehold.agent.lead import SETTLE_GRACE_S
 from safehold.agent.session import Session
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.config import Config
@@ -36,7 +41,7 @@ from safehold.host.sockets import Channel, ChannelClosed, Listener
 
 ORDERLY_LINGER_S = 1.0
 FIRST_LINGER_S = 10.0
-TERM_GRACE_S = 20.0
+TERM_SERVE_S, TERM_GRACE_S = 8.0, 20.0  # a job scheduler kills what is left some 30 s after its SIGTERM
 FAREWELL_S = 1.0
 ACCEPT_RETRY_S = 0.2
 SETTLE_SHARE, OPEN_SHARE = (
@@ -69,8 +74,9 @@ class AgentServer:
         self._flusher: Flusher | None = None
         self._config = Config()
         self._connections: set[Connection] = set()
-        self._leaving = self._stopping = False
+        self._leaving = self._settling = self._stopping = False
         self._stop_at: float | None = None
+        self._serve_until = 0.0
         self._linger_until = clock.monotonic() + FIRST_LINGER_S
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -105,14 +111,24 @@ class AgentServer:
             self._pool.close()
 
     def terminate(self) -> None:
-        """Leave after finishing what all ranks have staged; called from a signal handler's thread."""
+        """Finish what there is and leave, see the module; called from a signal handler's thread."""
         self.post(self._terminate)
 
     def _terminate(self) -> None:
         if self._leaving:
             return
         self._leaving = True
-        self._stop_at = self._clock.monotonic() + TERM_GRACE_S
+        now = self._clock.monotonic()
+        self._serve_until, self._stop_at = now + TERM_SERVE_S, now + TERM_GRACE_S
+        self._finish()
+
+    def _finish(self) -> None:
+        """Take no more saves once the trainers have gone, or have been served long enough; then leave when the last is over."""
+        now, served = self._clock.monotonic(), self._has_trainers()
+        if self._settling or self._stop_at is None or (served and now < self._serve_until):
+            return
+        self._settling = True
+        left_s = max(0.0, self._stop_at - now)
 
         def settled() -> None:
             self._stop_at = self._clock.monotonic()
@@ -121,14 +137,16 @@ class AgentServer:
         if session is None:
             settled()
         else:
-            session.settle(settled, TERM_GRACE_S)
+            session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
+
+    def _has_trainers(self) -> bool:
+        return any(session.peers for session in self._sessions.values())
 
     def _done(self) -> bool:
         now = self._clock.monotonic()
         if self._stop_at is not None and now >= self._stop_at:
             return True
-        idle = not any(session.peers for session in self._sessions.values()) and not self._in_flight()
-        if not idle:
+        if self._has_trainers() or self._in_flight():
             self._linger_until = max(self._linger_until, now)
             return False
         return now >= self._linger_until
@@ -138,9 +156,12 @@ class AgentServer:
         return (lead is not None and lead.num_open > 0) or (self._flusher is not None and self._flusher.num_open > 0)
 
     def _patience(self) -> float:
-        due = [self._clock.monotonic() + MAX_WAIT_S]
+        now = self._clock.monotonic()
+        due = [now + MAX_WAIT_S]
+        if self._linger_until > now:
+            due.append(self._linger_until)
         if self._stop_at is not None:
-            due.append(self._stop_at)
+            due.append(self._stop_at if self._settling else self._serve_until)
         if self._flusher is not None and (when := self._flusher.next_deadline()) is not None:
             due.append(when)
         if self._current is not None and (when := self._current.next_deadline()) is not None:
@@ -154,6 +175,8 @@ class AgentServer:
                 self._pool.recovered()
         if self._current is not None:
             self._current.tick()
+        if self._leaving:
+            self._finish()
 
     # -- connections -----------------------------------------------------------------------------------------------------
 
@@ -177,6 +200,9 @@ class AgentServer:
                 data, fds = channel.recv(timeout_s=None)
                 message = m.decode_request(data)
                 payload = _read_payload(message, fds)
+            except OtherVersionError as exc:
+                self.post(lambda other=exc.greeting: self._stranger(connection, other))  # type: ignore[misc]
+                return
             except Exception:  # it ended, or what came is no message of ours: either way this connection is over
                 self.post(lambda: self._gone(connection))
                 return
@@ -189,13 +215,22 @@ class AgentServer:
         self._connections.discard(connection)
         session = connection.session
         if session is not None and connection.rank >= 0:
-            session.detach(connection.rank, connection, orderly=connection.orderly and not connection.linger)
-            if not any(entry.peers for entry in self._sessions.values()):
-                stays = session.disorderly and self._current is not None  # where no run was opened nobody comes back
-                linger_s = self._config.agent_linger_s if stays else ORDERLY_LINGER_S
-                self._linger_until = self._clock.monotonic() + linger_s
+            session.detach(
+                connection.rank, connection, orderly=connection.orderly and not connection.linger, pid=connection.pid
+            )
+            self._linger(session)
             self._forget(session)
+        elif connection.refused and not self._sessions:
+            self._linger_until = self._clock.monotonic() + ORDERLY_LINGER_S
         connection.close()
+
+    def _linger(self, session: Session) -> None:
+        """Decide how long to wait for a restart, after a rank has gone: only memory is worth it, and only its own job's end counts."""
+        if self._has_trainers() or (self._current is not None and session is not self._current):
+            return
+        held = self._pool is not None and self._pool.total_bytes > 0
+        linger_s = self._config.agent_linger_s if session.disorderly and held else ORDERLY_LINGER_S
+        self._linger_until = self._clock.monotonic() + linger_s
 
     def _forget(self, session: Session) -> None:
         """Drop a session that no rank is left of, unless its ranks may come back."""
@@ -213,7 +248,7 @@ class AgentServer:
                 case m.Bye():
                     connection.orderly, connection.linger = True, message.linger
                     connection.reply(m.Done(message.id))
-                case m.Begin() if self._leaving:
+                case m.Begin() if self._settling:
                     raise AgentUnavailableError("the agent is leaving", rank=connection.rank)
                 case m.OpenRun():
                     self._open_run(connection, self._session_of(connection), message)
@@ -234,10 +269,11 @@ class AgentServer:
     def _hello(self, connection: Connection, hello: m.Hello) -> None:
         if connection.session is not None:
             raise ConfigurationError("this connection has said hello before", rank=hello.rank)
-        if self._leaving:
+        connection.refused = True  # until it is not
+        if self._leaving and (self._settling or hello.world.token not in self._sessions):
             raise AgentUnavailableError("the agent is leaving", rank=hello.rank, hint="try again in a moment")
         if hello.protocol != m.PROTOCOL or hello.version != __version__:
-            self._make_room(hello)
+            self._make_room(Greeting(hello.protocol, hello.version, greeting.HELLO), hello.rank)
         session = self._sessions.get(hello.world.token)
         if session is None or session is not self._current:
             self._refuse_if_older(hello)
@@ -245,7 +281,7 @@ class AgentServer:
             session = self._new_session(hello)
         session.refuse_if_ended(hello.rank)
         control, node_control = session.attach(connection, hello)
-        connection.rank, connection.session = hello.rank, session
+        connection.rank, connection.session, connection.refused = hello.rank, session, False
         fds = (*control.fds, node_control.block_fd)
         connection.reply(m.Welcome(hello.id, __version__, os.getpid()), fds)
         if session.incarnation and session is not self._current:
@@ -259,14 +295,25 @@ class AgentServer:
             hint = "another job was started in this run directory; stop this one, or give it a directory of its own"
             raise SupersededError(text, rank=hello.rank, hint=hint)
 
-    def _make_room(self, hello: m.Hello) -> None:
+    def _make_room(self, other: Greeting, rank: int | None = None) -> None:
         """A trainer of another version came: finish, leave, and say so."""
-        text = f"the agent runs safehold {__version__}, the trainer {hello.version}"
-        if not any(session.peers for session in self._sessions.values()):
+        text = f"the agent runs {m.greet(greeting.IS_HERE)}, the trainer {other}"
+        if not self._has_trainers():
             self._terminate()
-            raise AgentUnavailableError(f"{text}; it drains and leaves", rank=hello.rank, hint="try again in a moment")
+            raise AgentUnavailableError(f"{text}; it drains and leaves", rank=rank, hint="try again in a moment")
         hint = "another job of this run directory is still running; stop it first"
-        raise ConfigurationError(text, rank=hello.rank, hint=hint)
+        raise ConfigurationError(text, rank=rank, hint=hint)
+
+    def _stranger(self, connection: Connection, other: Greeting) -> None:
+        """Somebody came whose messages cannot be read: answer in the words that all versions know."""
+        word = greeting.IS_HERE
+        if other.word == greeting.HELLO:
+            try:
+                self._make_room(other)
+            except CheckpointError as exc:
+                word = greeting.LEAVES if exc.retry else greeting.BUSY
+        connection.greet(word)
+        self._gone(connection)
 
     def _new_session(self, hello: m.Hello) -> Session:
         world = hello.world
@@ -284,7 +331,9 @@ class AgentServer:
                 events=self._events,
                 log_fd=self._log_fd,
             )
-            self._pool = ArenaPool(self.post, self._config.memory_budget_bytes, released=flusher.forget)
+            self._pool = ArenaPool(
+                self.post, self._config.memory_budget_bytes, released=flusher.forget, nice=self._config.flush_nice
+            )
         session = Session(
             hello, pool=self._pool, flusher=self._flusher, post=self.post, clock=self._clock, events=self._events
         )
@@ -355,6 +404,7 @@ class AgentServer:
             "run": self.url,
             "arenas_bytes": self._pool.total_bytes if self._pool else 0,
             "budget_bytes": self._pool.budget_bytes if self._pool else 0,
+            "memory": self._pool.facts() if self._pool else {"steps": {}, "verified": []},
             "flusher_pid": self._flusher.pid if self._flusher else None,
             "flusher_calls": self._flusher.num_open if self._flusher else 0,
             "flushers_replaced": self._flusher.replaced if self._flusher else 0,

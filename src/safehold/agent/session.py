@@ -14,10 +14,13 @@ from safehold.agent import messages as m
 from safehold.agent.announcer import Announcer
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
-from safehold.agent.lead import Lead
+from safehold.agent.known import Known
+from safehold.agent.lead import SETTLE_GRACE_S, Lead
+from safehold.agent.memory_checks import MemoryChecks
+from safehold.agent.node_save import Peer
 from safehold.agent.parts import PartStore
 from safehold.agent.restores import Restores
-from safehold.agent.saves import NodeSaves, Peer
+from safehold.agent.saves import NodeSaves
 from safehold.clock import Clock, new_token
 from safehold.config import Config
 from safehold.errors import (
@@ -30,6 +33,8 @@ from safehold.errors import (
     from_wire,
 )
 from safehold.events import EventStream
+from safehold.format.names import numbered
+from safehold.host import memfd
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
 from safehold.policy import settlement as settlements
@@ -66,6 +71,7 @@ class Session:
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
         self.disorderly: set[int] = set()
+        self._checks = MemoryChecks(pool, flusher, post, timeout_s=self.config.flush_timeout_s)
         self._undeclared: dict[int, list[TensorSpec]] = {}
         self._parts = PartStore()
         self._when_idle: list[Callable[[], None]] = []
@@ -74,8 +80,8 @@ class Session:
         self.lead: Lead | None = None
         self.restores: Restores | None = None
         self.announcer: Announcer | None = None
-        if self.incarnation:
-            self._start(known_steps=[])
+        if self.incarnation:  # an agent before this one opened it
+            self._start(self._known(None))
 
     @property
     def is_lead(self) -> bool:
@@ -89,9 +95,12 @@ class Session:
         if hello.rank not in self.local_ranks or hello.world != self.world:
             raise ConfigurationError(f"rank {hello.rank} does not belong to this session", rank=hello.rank)
         if hello.incarnation > self.incarnation:  # it heard of a rebase that an agent before this one made
-            self.opened(hello.run_id, hello.incarnation, [])
+            self.opened(hello.run_id, hello.incarnation, None)
         self.peers[hello.rank] = peer
         self.disorderly.discard(hello.rank)
+        self._checks.rank_back(hello.rank)
+        if self.lead is not None:
+            self.lead.handle(protocol.RankBack(rank=hello.rank))
         if self.restores is not None:
             self.restores.rank_back(hello.rank)
         control = self.controls.get(hello.rank)
@@ -99,14 +108,15 @@ class Session:
             control = self.controls[hello.rank] = RankControl.create()
         return control, self.node_control
 
-    def detach(self, rank: int, peer: Peer, *, orderly: bool) -> None:
-        """A rank's connection ended; `orderly` if it said that it will not be back."""
+    def detach(self, rank: int, peer: Peer, *, orderly: bool, pid: int = 0) -> None:
+        """A rank's connection ended; `orderly` if it said that it will not be back; `pid`: its process, where that is known."""
         if self.peers.get(rank) is not peer:
             return
         del self.peers[rank]
         if not orderly:
             self.disorderly.add(rank)
         self._events.emit("rank_gone", rank=rank, orderly=orderly)
+        self._checks.rank_gone(rank, pid)
         if self.restores is not None:
             self.restores.rank_gone(rank)
         if self.saves is not None:
@@ -114,17 +124,28 @@ class Session:
         if self.lead is not None:
             self.lead.handle(protocol.RankGone(rank=rank))
 
-    def opened(self, run_id: str, incarnation: int, known_steps: list[int]) -> None:
-        """The lead has opened an incarnation for this session, or a rank brought its number."""
+    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
+        """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked)."""
         if self.incarnation == incarnation and self.saves is not None:
             return
         self.run_id, self.incarnation = run_id, incarnation
-        self._start(known_steps)
+        self._start(self._known(steps))
         if self.lead is not None:
             arguments = {"incarnation": incarnation}
-            self.flusher.call("sweep", arguments, self._retired, timeout_s=self.config.flush_timeout_s)
+            swept = lambda value, error: self._maintained(incarnation, value, error)  # noqa: E731
+            self.flusher.call("sweep", arguments, swept, timeout_s=self.config.flush_timeout_s)
 
-    def _start(self, known_steps: Iterable[int]) -> None:
+    def _known(self, steps: Iterable[int] | None) -> Known:
+        incarnation = self.incarnation
+
+        def failed(error: CheckpointError) -> None:
+            self._events.emit("known", "failed", error=str(error))
+            if isinstance(error, SupersededError):
+                self._maintained(incarnation, None, error)
+
+        return Known(incarnation, steps, flusher=self.flusher, config=self.config, failed=failed)
+
+    def _start(self, known: Known) -> None:
         """Begin with no saves; what was in flight of an incarnation before gets no say any more."""
 
         def current() -> bool:
@@ -134,6 +155,7 @@ class Session:
             if self.lead is not None and current():
                 self.lead.handle(event)
 
+        held = self.saves.take_held() if self.saves is not None else []
         saves = self.saves = NodeSaves(
             node=self.node,
             local_ranks=self.local_ranks,
@@ -148,8 +170,8 @@ class Session:
             run_id=self.run_id,
             node_name=self.world.node_names[self.node],
             parts=self._parts,
+            known=known,
         )
-        saves.known_steps.update(known_steps)
         if self.is_lead:
             self.lead = Lead(
                 node_of=self.world.node_of,
@@ -162,6 +184,7 @@ class Session:
                 facts=saves.facts,
                 on_committed=lambda step, attempt: self._committed(step, attempt) if current() else None,
                 on_abandoned=lambda action: self._abandoned(action) if current() else None,
+                on_doubtful=lambda step, attempt: known.give_up(step, attempt),
                 on_settled=lambda: self._settled() if current() else None,
                 post=self._post,
                 clock=self._clock,
@@ -179,25 +202,26 @@ class Session:
             local_ranks=self.local_ranks,
             config=self.config,
             flusher=self.flusher,
-            memory_of=lambda commit: sorted(arena.rank for arena in self.pool.holding(commit)),
+            memory_of=self.pool.holding,
             rebase=self._rebase,
             when_idle=self.when_idle,
             incarnation=lambda: self.incarnation,
             clock=self._clock,
         )
+        saves.hold(held)
 
     def resume(self) -> None:
         """Take saves again after a `settle` that nobody took over from."""
         if self.saves is not None and not self.ended_by:
-            self._start(self.saves.known_steps)
+            self._start(self.saves.known)
 
-    def settle(self, then: Callable[[], None], deadline_s: float) -> None:
-        """Finish what all ranks have staged, give up the rest, then call `then`."""
+    def settle(self, then: Callable[[], None], deadline_s: float, grace_s: float = SETTLE_GRACE_S) -> None:
+        """Finish what all ranks have staged, or stage within `grace_s`, give up the rest, then call `then`."""
         if self.lead is None:
             then()
             return
         self._on_settled.append(then)
-        self.lead.settle(deadline_s)
+        self.lead.settle(deadline_s, grace_s)
 
     def _settled(self) -> None:
         waiting, self._on_settled = self._on_settled, []
@@ -232,9 +256,9 @@ class Session:
         """Return what the next job must be told if this one still runs."""
         if not self.peers or self.ended_by:
             return []
-        ranks = ", ".join(map(str, sorted(self.peers)))
+        ranks = numbered("rank", sorted(self.peers))
         return [
-            f"took this run over from a job that is still running (incarnation {self.incarnation}, ranks {ranks} on this "
+            f"took this run over from a job that is still running (incarnation {self.incarnation}, {ranks} on this "
             "node): its saves are not used any more; to only read a checkpoint use safehold.load"
         ]
 
@@ -260,7 +284,7 @@ class Session:
                 if self.incarnation not in (0, message.incarnation):
                     text = f"this session is incarnation {self.incarnation}, not {message.incarnation}"
                     raise ConfigurationError(text, rank=peer.rank)
-                self.opened(message.run_id, message.incarnation, [])
+                self.opened(message.run_id, message.incarnation, None)
                 peer.reply(m.Done(message.id))
             case m.Register():
                 self._register(peer, message)
@@ -307,8 +331,10 @@ class Session:
             if error is not None or arena is None:
                 peer.refuse(message.id, error or ConfigurationError("no arena", rank=peer.rank))
                 return
+            arena.verified = False  # from here on the trainer can write to it
             peer.reply(m.Prepared(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
 
+        self.pool.prefer(peer.rank, message.numa_node)
         self.pool.acquire(peer.rank, self._open_saves(peer).arena_size(message.arena_bytes), ready)
 
     def _restore(self, peer: Peer, message: m.RestoreAsk | m.Vote | m.MemoryAsk | m.RestoreDone) -> None:
@@ -323,7 +349,8 @@ class Session:
                 arena = self.pool.of(message.rank)
                 if arena is None or arena.content is None:
                     raise RankLostError(f"the memory of rank {message.rank} is gone", rank=message.rank)
-                peer.reply(m.MemorySource(message.id, arena.size_bytes, arena.packs), (arena.fd,))
+                with memfd.read_only(arena.fd) as fd:
+                    peer.reply(m.MemorySource(message.id, arena.size_bytes, arena.packs), (fd,))
             case m.RestoreDone():
                 self.pool.drop_idle(set(self.local_ranks), set())  # no rank reads another job's memory any more
                 peer.reply(m.Done(message.id))
@@ -332,16 +359,45 @@ class Session:
 
     def _committed(self, step: int, attempt: int) -> None:
         assert self.saves is not None
-        figures = self.saves.committed(step, attempt)
+        figures: dict[str, float] = {}
+        try:
+            figures = self.saves.committed(step, attempt)
+            self._checks.consider()
+        finally:  # whatever is wrong here, it is durable, and who waits for it is told
+            self._tell_committed(step, attempt, figures)
+
+    def _tell_committed(self, step: int, attempt: int, figures: dict[str, float]) -> None:
         for peer in list(self.peers.values()):
             peer.reply(m.Durable(step, attempt, "flash", figures))
         if self.announcer is not None:
             self.announcer.committed(step)
-        arguments = {"commit": [step, self.incarnation, attempt], "keep": self.keep, "incarnation": self.incarnation}
-        self.flusher.call("retire", arguments, self._retired, timeout_s=self.config.flush_timeout_s)
+        self._retire(step, attempt)
         self._check_idle()
 
-    def _retired(self, value: Any, error: CheckpointError | None) -> None:
+    def _retire(self, step: int, attempt: int) -> None:
+        """Have the keep rule applied after a commit, and attempts swept that do not count."""
+        assert self.saves is not None
+        known = self.saves.known
+        given_up = known.given_up()
+        arguments = {
+            "commit": [step, known.incarnation, attempt],
+            "keep": self.keep,
+            "incarnation": known.incarnation,
+            "acknowledged": known.acknowledged(),
+            "given_up": given_up,
+        }
+
+        def retired(value: Any, error: CheckpointError | None) -> None:
+            if error is None:
+                known.retired(given_up, value["uncommitted"])
+            self._maintained(known.incarnation, value, error)
+
+        self.flusher.call("retire", arguments, retired, timeout_s=self.config.flush_timeout_s)
+
+    def _maintained(self, incarnation: int, value: Any, error: CheckpointError | None) -> None:
+        """What was asked for in the background is done, or failed; what concerns an incarnation before is of no interest."""
+        if incarnation != self.incarnation:
+            return
         if isinstance(error, SupersededError):
             self.end(self.incarnation + 1)
         elif error is not None:
@@ -351,9 +407,9 @@ class Session:
 
     def _abandoned(self, action: protocol.Abandon) -> None:
         assert self.saves is not None
-        self.saves.abandoned(action.step, action.attempt, action.error, in_doubt=action.in_doubt)
         for peer in list(self.peers.values()):
             peer.reply(m.SaveFailed(action.step, action.attempt, action.error.to_wire()))
+        self.saves.abandoned(action.step, action.attempt, action.error, in_doubt=action.in_doubt)
         if self.announcer is not None:
             self.announcer.abandoned(action.step)
         if isinstance(action.error, SupersededError):

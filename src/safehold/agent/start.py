@@ -11,7 +11,9 @@ import os
 import threading
 import time
 
+from safehold.agent import greeting
 from safehold.agent import messages as m
+from safehold.agent.greeting import OtherVersionError
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, CheckpointError, DeadlineError
 from safehold.host.process import spawn
@@ -58,8 +60,17 @@ def ask_status(slot: RunSlot, timeout_s: float) -> dict[str, object]:
     """Ask the agent of a slot what it is doing.
 
     Raises:
-        AgentUnavailableError: There is none, or it does not answer.
+        AgentUnavailableError: There is none, it does not answer, or is of a version that cannot be asked.
     """
+    try:
+        return _ask(slot, timeout_s)
+    except OtherVersionError as exc:
+        text = f"the agent runs {exc.greeting}, this is {m.greet(greeting.STATUS)}"
+        hint = "use the command line of the version that the job runs with"
+        raise AgentUnavailableError(text, path=str(slot.socket_path), hint=hint) from exc
+
+
+def _ask(slot: RunSlot, timeout_s: float) -> dict[str, object]:
     try:
         with connect(slot.socket_path, timeout_s=timeout_s) as channel:
             channel.send(m.encode(m.StatusAsk(1)), timeout_s=timeout_s)
@@ -78,7 +89,9 @@ def _answers(slot: RunSlot) -> bool:
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         try:
-            ask_status(slot, max(0.1, deadline - time.monotonic()))
+            _ask(slot, max(0.1, deadline - time.monotonic()))
+            return True
+        except OtherVersionError:
             return True
         except AgentUnavailableError:
             if time.monotonic() >= deadline or not slot.is_locked():
@@ -125,7 +138,6 @@ def _start(url: str, slot: RunSlot, config: Config) -> None:
             "safehold.agent.main",
             ["--run", url, "--slot", str(slot.directory)],
             log=log_fd,
-            nice=config.flush_nice,
             detach=True,
         ).close()
     finally:

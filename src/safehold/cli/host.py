@@ -19,10 +19,10 @@ def agents(show_all: bool, as_json: bool) -> None:
 
     Those of other users are not shown.
     """
-    from safehold.host import runtime
+    from safehold.cli.slots import all_slots
 
     entries = []
-    for slot in runtime.list_slots():
+    for slot in all_slots():
         alive = slot.is_locked()
         if not alive and not show_all:
             continue

@@ -18,6 +18,8 @@ from safehold.cli.output import (
 )
 from safehold.cli.state import STEP, json_option, run_argument
 
+PHASES = ("stage_s", "allocate_s", "write_s", "sync_s", "recorded_s")
+
 
 @click.command()
 @run_argument
@@ -207,6 +209,7 @@ def _show_run(opened: Any, as_json: bool) -> None:
 
 
 def _show_checkpoint(opened: Any, step: int | None, show_leaves: bool, as_json: bool) -> None:
+    from safehold.format.names import counted
     from safehold.pipeline import inspect
 
     checkpoint = opened.load(step)
@@ -215,7 +218,8 @@ def _show_checkpoint(opened: Any, step: int | None, show_leaves: bool, as_json: 
     if as_json:
         print_json(facts)
         return
-    size = f"{size_text(facts['total_bytes'])} of {facts['world_size']} ranks on {len(facts['nodes'])} nodes"
+    ranks, nodes = counted(facts["world_size"], "rank"), counted(len(facts["nodes"]), "node")
+    size = f"{size_text(facts['total_bytes'])} of {ranks} on {nodes}"
     metrics = ", ".join(f"{name}={number_text(value)}" for name, value in sorted(facts["metrics"].items()))
     print_facts(
         [
@@ -223,7 +227,7 @@ def _show_checkpoint(opened: Any, step: int | None, show_leaves: bool, as_json: 
             ("directory", facts["directory"]),
             ("created", f"{time_text(facts['created_s'])} by safehold {facts['library']}"),
             ("size", size),
-            ("leaves", f"{facts['num_tensors']} tensors, {facts['num_objects']} objects"),
+            ("leaves", f"{counted(facts['num_tensors'], 'tensor')}, {counted(facts['num_objects'], 'object')}"),
             ("metrics", metrics or "none"),
             ("flags", ", ".join(flag for flag in ("final", "pinned") if facts[flag]) or "none"),
         ]
@@ -293,4 +297,7 @@ def _leaf(info: Any) -> dict[str, Any]:
 
 
 def _timings(timings: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timings.items()))
+    """Phases in the order in which they come, then what is not known here."""
+    known = [name for name in PHASES if name in timings]
+    names = known + sorted(set(timings) - set(known))
+    return ", ".join(f"{name.removesuffix('_s')} {timings[name]:.2f} s" for name in names)

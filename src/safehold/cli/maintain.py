@@ -43,6 +43,8 @@ def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark
         print_json([_report(report) for report in reports])
     elif not reports:
         click.echo("no checkpoints", err=True)
+    elif step is None:
+        _tell_how_many(reports, len(opened.believed), run)
     return 0 if all(report.ok for report in reports) else 6
 
 
@@ -208,17 +210,30 @@ def _report(report: Any) -> dict[str, Any]:
 
 
 def _tell_report(report: Any, *, quarantined: bool) -> None:
+    from safehold.format.names import counted
+
     head = f"step {report.commit.step}: "
     if report.ok:
-        click.echo(f"{head}ok, {report.num_files} files, {size_text(report.num_bytes)}")
+        click.echo(f"{head}ok, {counted(report.num_files, 'file')}, {size_text(report.num_bytes)}")
     else:
-        click.echo(f"{head}{len(report.faults)} faults")
+        click.echo(f"{head}{counted(len(report.faults), 'fault')}")
     for fault in report.faults:
         click.echo(f"  {clean(fault, 2000)}")
     for note in report.notes:
         warn(note)
     if report.ok and quarantined:
         warn(f"step {report.commit.step} is quarantined and whole; 'safehold verify --mark' clears it")
+
+
+def _tell_how_many(reports: list[Any], num_steps: int, run: str) -> None:
+    """Say how much of the run was verified, where that was not asked for step by step."""
+    from safehold.format.names import counted
+
+    bad = sum(not report.ok for report in reports)
+    verdict = "" if len(reports) == 1 else f", {bad} damaged" if bad else ", all whole"
+    click.echo(f"verified {len(reports)} of {counted(num_steps, 'checkpoint')}{verdict}")
+    if len(reports) < num_steps:
+        click.echo(f"hint: only the newest was read; 'safehold verify {clean(run)} --all' reads all", err=True)
 
 
 def _mark(opened: Any, report: Any) -> None:
@@ -294,12 +309,15 @@ def _tell_removed(opened: Any, steps: list[int], freed: int, now: bool, as_json:
 
 
 def _refuse_live_agent(run: str) -> None:
+    from safehold.cli.slots import all_slots
     from safehold.errors import ConfigurationError
     from safehold.host import runtime
 
     wanted = runtime.run_key(run)
-    for slot in runtime.list_slots():
-        if slot.key == wanted and slot.is_locked():
+    for slot in all_slots():
+        info = slot.read_info() if slot.is_locked() else None
+        # An agent that met another one which did not answer has a slot of another name, hence its note.
+        if slot.is_locked() and (slot.key == wanted or (info is not None and runtime.run_key(info.run) == wanted)):
             raise ConfigurationError(
                 "an agent of this run lives on this host", path=run, hint="end the job first, or leave out --job-ended"
             )

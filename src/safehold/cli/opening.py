@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from safehold.cli.output import warn
 from safehold.cli.state import LATEST
 from safehold.errors import StepNotFoundError
+from safehold.format.names import counted, numbered
 from safehold.format.records import RunInfo
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.snapshot import Snapshot
@@ -51,10 +52,9 @@ class OpenRun:
         for commit in found:
             if commit.step == step:
                 return commit
-        shown = ", ".join(str(commit.step) for commit in found[:8]) + (", ..." if len(found) > 8 else "")
-        raise StepNotFoundError(
-            "there is no such checkpoint", step=step, path=self.tier.url, hint=f"there are steps {shown}"
-        )
+        steps = numbered("step", [commit.step for commit in found], 8)
+        hint = f"there {'is' if len(found) == 1 else 'are'} {steps}"
+        raise StepNotFoundError("there is no such checkpoint", step=step, path=self.tier.url, hint=hint)
 
     def load(self, step: int | None) -> Checkpoint:
         """Return the verified documents of a step's commit."""
@@ -62,7 +62,9 @@ class OpenRun:
 
     def _uncommitted(self) -> str:
         attempts = len(self.seen.listing.attempts)
-        return f"{attempts} attempts were never committed, see 'safehold ls --all'" if attempts else "nothing was saved"
+        if not attempts:
+            return "nothing was saved"
+        return f"never committed: {counted(attempts, 'attempt')}, see 'safehold ls --all'"
 
 
 def open_run(text: str, *, quiet: bool = False) -> OpenRun:

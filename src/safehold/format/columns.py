@@ -12,7 +12,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ _WINDOW_BYTES: Final = 1 << 27
 _SAMPLE: Final = 1 << 16
 _WIDTHS: Final = (0, 1, 2, 4, 8)
 _MAX_COLUMNS: Final = 1024
+_MAX_BLOBS: Final = 1 << 16
 
 Ints = npt.NDArray[Any]
 
@@ -111,7 +112,7 @@ def pack(kind: str, facts: dict[str, Any], columns: Mapping[str, Ints], blobs: M
         blobs: Any bytes.
 
     Raises:
-        ValueError: A value is out of bounds.
+        ValueError: A value is out of bounds, or there is more of it than `unpack` takes.
     """
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
     rows = len(next(iter(columns.values()))) if columns else 0
@@ -134,7 +135,10 @@ def pack(kind: str, facts: dict[str, Any], columns: Mapping[str, Ints], blobs: M
     fill = max(0, -(-(unfolded - FLOOR_BYTES) // RATIO) - sum(map(len, payload)))
     payload.append(bytes(fill))
     body = b"".join(payload)
-    return document.seal(kind, _Head(rows, heads, tables, fill, document.digest(body), facts)) + body
+    top = _Head(rows, heads, tables, fill, document.digest(body), facts)
+    if (reason := _check_sizes(top, len(body), document.MAX_PAYLOAD_BYTES.get(kind))) is not None:
+        raise ValueError(reason)
+    return document.seal(kind, top) + body
 
 
 def unpack(kind: str, data: bytes | memoryview, *, path: str) -> Packed:
@@ -146,7 +150,8 @@ def unpack(kind: str, data: bytes | memoryview, *, path: str) -> Packed:
     """
     head, start = document.unseal_head(kind, data, path=path, type=_Head)
     payload = memoryview(data)[start:]
-    _check_sizes(head, len(payload), path)
+    if (reason := _check_sizes(head, len(payload), document.MAX_PAYLOAD_BYTES.get(kind))) is not None:
+        raise ManifestError(reason, path=path)
     if document.digest(payload) != head.payload_blake3:
         raise ManifestError("the columns do not match their checksum", path=path)
     at = 0
@@ -165,29 +170,30 @@ def unpack(kind: str, data: bytes | memoryview, *, path: str) -> Packed:
     return Packed(head.facts, head.rows, columns, blobs, path)
 
 
-def _check_sizes(head: _Head, payload_bytes: int, path: str) -> None:
-    def refuse(reason: str) -> NoReturn:
-        raise ManifestError(reason, path=path)
-
-    if not 0 <= head.rows < 2**31 or len(head.columns) > _MAX_COLUMNS or len(head.blobs) > _MAX_COLUMNS:
-        refuse("the table has more rows or columns than it may")
+def _check_sizes(head: _Head, payload_bytes: int, max_payload_bytes: int | None) -> str | None:
+    """Return what is wrong with the sizes that a head gives, or None."""
+    if not 0 <= head.rows < 2**31 or len(head.columns) > _MAX_COLUMNS or len(head.blobs) > _MAX_BLOBS:
+        return "the table has more rows, columns or blobs than it may"
     unfolded, stored = 0, head.fill_bytes
     for column in head.columns:
         if column.width not in _WIDTHS or column.bytes < 0 or (column.width == 0) != (column.bytes == 0):
-            refuse("a column has a width that it cannot have")
+            return "a column has a width that it cannot have"
         if not 0 <= column.first < MAX_VALUE or not -MAX_VALUE < column.base < MAX_VALUE:
-            refuse("a column has values out of bounds")
+            return "a column has values out of bounds"
         unfolded += head.rows * (4 if column.dtype == "int32" else 8)
         stored += column.bytes
     for blob in head.blobs:
         if blob.raw_bytes < 0 or blob.bytes < 0:
-            refuse("a table has a negative size")
+            return "a table has a negative size"
         unfolded += blob.raw_bytes
         stored += blob.bytes
     if head.fill_bytes < 0 or stored != payload_bytes:
-        refuse(f"{stored} bytes of columns expected, {payload_bytes} there")
+        return f"{stored} bytes of columns expected, {payload_bytes} there"
+    if max_payload_bytes is not None and payload_bytes > max_payload_bytes:
+        return f"the columns have {payload_bytes} bytes; at most {max_payload_bytes} are allowed"
     if unfolded > MAX_UNFOLDED_BYTES or unfolded > FLOOR_BYTES + RATIO * payload_bytes:
-        refuse(f"{payload_bytes} bytes of columns unfold to {unfolded}, more than they may")
+        return f"{payload_bytes} bytes of columns unfold to {unfolded}, more than they may"
+    return None
 
 
 def _fold(name: str, values: Ints, compressor: zstandard.ZstdCompressor) -> tuple[_Column, bytes]:

@@ -21,7 +21,7 @@ MAX_BYTES: Final = 2**60
 MAX_CELLS: Final = 2**24
 """Most leaves times dims: bounds what checking the rows of a table allocates."""
 
-_Size = Annotated[int, Meta(ge=0, lt=2**60)]
+_Size = Annotated[int, Meta(ge=0, lt=MAX_BYTES)]
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]
 _POLICIES: Final[tuple[RankPolicy, ...]] = get_args(RankPolicy)
 
@@ -129,7 +129,7 @@ def _check_leaves(table: _Leaves) -> None:
     _check_indices(table.kind, len(table.kinds))
     sizes = [dtypes.itemsize(dtype) for dtype in table.dtypes]
     for shape, dtype in zip(table.shapes, table.dtype, strict=True):
-        if len(shape) > MAX_DIMS or math.prod(shape) * max(1, sizes[dtype]) >= MAX_BYTES:
+        if len(shape) > MAX_DIMS or max(math.prod(shape) * max(1, sizes[dtype]), *shape, 0) >= MAX_BYTES:
             raise ValueError("a tensor is too large")
 
 

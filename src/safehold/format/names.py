@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from safehold.types import Rect
@@ -103,11 +104,6 @@ def check_name(name: str) -> str:
     return name
 
 
-def is_inside(prefix: str, name: str) -> bool:
-    """Whether the name `name` is `prefix` or begins with it at a border of components."""
-    return name == prefix or name.startswith(prefix + ".")
-
-
 def piece_key(name: str, rect: Rect, shape: tuple[int, ...]) -> str:
     """Return the key of a piece in its pack: the name, with `@` and the offsets if it is not the whole tensor."""
     if rect.sizes == tuple(shape):
@@ -143,19 +139,34 @@ def display(text: str, limit: int = 200) -> str:
     return "".join(_printable(char) for char in text)
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, for messages: `1 rank`, `2 ranks`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def numbered(noun: str, numbers: Sequence[int], limit: int = 16) -> str:
+    """Return a noun with the numbers of what is meant, for messages: `rank 1`, `ranks 1, 2`; at most `limit` of them."""
+    more = ", ..." if len(numbers) > limit else ""
+    return f"{noun if len(numbers) == 1 else noun + 's'} {', '.join(map(str, numbers[:limit]))}{more}"
+
+
 def _printable(char: str) -> str:
     if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"):
         return f"\\u{ord(char):04x}"
     return char
 
 
+@lru_cache(maxsize=4096)
+def _spell_text(text: str) -> str:
+    if _PLAIN.fullmatch(text):
+        return text
+    return _TO_ESCAPE.sub(_escape, text) or "\\e"
+
+
 def _spell(component: Component) -> str:
     kind = type(component)
     if kind is str:
-        text: str = component  # type: ignore[assignment]
-        if _PLAIN.fullmatch(text):
-            return text
-        return _TO_ESCAPE.sub(_escape, text) or "\\e"
+        return _spell_text(component)
     if kind is int:
         return f"#{component}"
     if (kind is ListIndex or kind is TupleIndex) and type(component.index) is int and component.index >= 0:  # type: ignore[union-attr]

@@ -41,8 +41,8 @@ __all__ = [
     "parse",
 ]
 
-MAX_DEPTH: Final = 256
-"""Deepest nesting of containers."""
+MAX_DEPTH: Final = 64
+"""Deepest nesting of containers: what was saved can be decoded within half of Python's default limit of recursion."""
 
 ArrayKind = Literal["numpy", "torch", "jax"]
 ThingKind = Literal["dtype", "device", "Size"]
@@ -118,17 +118,27 @@ def encode(value: Any, *, name: str) -> bytes:
         name: The FQN, for errors.
 
     Raises:
-        UnsupportedStateError: A value inside has another type, a cycle, or nests too deep; the message says where.
+        UnsupportedStateError: A value inside has another type, a cycle, or nests too deep; the message says where. Or
+            all of it is too large.
     """
     try:
-        if type(value) in _ATOMS:
-            return _ENCODER.encode(value)
-        return _ENCODER.encode(_Lowering(name, exact=False).lower(value, 0))
+        data = _encode(value, name)
+    except RecursionError:
+        raise UnsupportedStateError(f"{display(name)} nests too deep to be saved") from None
+    if len(data) > MAX_OBJECT_BYTES:
+        raise UnsupportedStateError(
+            f"{display(name)} has {len(data)} bytes; an object has at most {MAX_OBJECT_BYTES}",
+            hint="save large values as tensors or arrays, which are leaves of their own",
+        )
+    return data
+
+
+def _encode(value: Any, name: str) -> bytes:
+    try:
+        return _ENCODER.encode(value if type(value) in _ATOMS else _Lowering(name, exact=False).lower(value, 0))
     except (OverflowError, UnicodeEncodeError):
         # An integer of more than 64 bits or a lone surrogate somewhere: rare, so that nobody looks for them before.
         return _ENCODER.encode(_Lowering(name, exact=True).lower(value, 0))
-    except RecursionError:
-        raise UnsupportedStateError(f"{display(name)} nests too deep to be saved") from None
 
 
 class _Lowering:
@@ -316,9 +326,9 @@ def _lift(lowered: Any, depth: int) -> Any:
         return lowered
     if kind is not list or not lowered or type(lowered[0]) is not int:
         raise ValueError(f"a {kind.__name__} without a tag")
-    if depth >= MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     tag = lowered[0]
+    if depth >= MAX_DEPTH and tag not in (_INT, _TEXT):
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     lift = _LIFT.get(tag)
     if lift is None:
         raise ValueError(f"an unknown tag {tag}; a newer version of safehold may have written it")

@@ -104,7 +104,7 @@ def encode_part(part: Part) -> bytes:
     if not part.rank < part.world_size:
         raise ValueError(f"rank {part.rank} is not one of {part.world_size}")
     refuse(check_rows(shapes, part.leaf, part.offsets, part.sizes))
-    bases = pack_bases([part.pack_sizes])
+    bases = pack_bases([part.pack_sizes], None)
     refuse(check_packs(shapes, part.leaf, part.sizes, None, part.pack, part.offset, bases))
     facts = _PartFacts(part.rank, part.world_size, shapes.num_dims, tuple(part.pack_sizes))
     blobs = {
@@ -150,7 +150,7 @@ class PartReader:
             raise ManifestError("the part contradicts its leaves", path=path)
         leaf, offsets, sizes = read_rows(packed, facts.num_dims, shapes)
         pack, offset = packed.column("pack"), packed.column("offset")
-        bases = pack_bases([facts.pack_sizes])
+        bases = pack_bases([facts.pack_sizes], path)
         refuse(check_packs(shapes, leaf, sizes, None, pack, offset, bases), path)
         return Part(
             rank=facts.rank,
@@ -175,6 +175,9 @@ def dim_columns(offsets: Int64s, sizes: Int64s) -> dict[str, Int64s]:
 
 def read_rows(packed: columns.Packed, num_dims: int, shapes: Shapes) -> tuple[Int32s, Int64s, Int64s]:
     """Return (leaf, offsets, sizes) of all rows, checked; raises `ManifestError`."""
+    for name in (f"{what}{dim}" for dim in range(num_dims) for what in ("offsets", "sizes")):
+        if name not in packed.columns:  # before anything is allocated for it: only what is there was paid for
+            raise ManifestError(f"the column {name} is missing", path=packed.path)
     leaf = packed.column("leaf")
     offsets = np.empty((packed.rows, num_dims), dtype=np.int64)
     sizes = np.empty((packed.rows, num_dims), dtype=np.int64)
@@ -198,8 +201,8 @@ def check_rows(shapes: Shapes, leaf: Int32s, offsets: Int64s, sizes: Int64s) -> 
     return None
 
 
-def pack_bases(pack_sizes: Sequence[Sequence[int]]) -> tuple[Int64s, Int64s]:
-    """Return the first pack of each rank [ranks + 1] and the start of each pack, laid end to end [packs + 1]."""
+def pack_bases(pack_sizes: Sequence[Sequence[int]], path: str | None) -> tuple[Int64s, Int64s]:
+    """Return the first pack of each rank [ranks + 1] and the start of each pack, laid end to end [packs + 1]; raises as `refuse`."""
     first = np.zeros(len(pack_sizes) + 1, dtype=np.int64)
     np.cumsum([len(packs) for packs in pack_sizes], out=first[1:])
     starts = [0]
@@ -207,7 +210,7 @@ def pack_bases(pack_sizes: Sequence[Sequence[int]]) -> tuple[Int64s, Int64s]:
         for size in packs:
             starts.append(starts[-1] + size)
     if starts[-1] >= 2**62:
-        raise ManifestError("the packs of the plan are larger than any storage")
+        refuse("the packs are larger than any storage", path)
     return first, np.array(starts, dtype=np.int64)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 import msgspec
@@ -150,6 +151,7 @@ def decode_plan(data: bytes, path: str = "plan", *, expected_digest: str | None 
     packed = columns.unpack("plan", data, path=path)
     facts = convert_facts(packed, _PlanFacts)
     leaves = leaftable.decode_leaves(packed.blob("leaves"), path=path)
+    _check_sorted(leaves, path)
     shapes = Shapes(leaves)
     ranks: _Ranks = packed.json("ranks", _Ranks)
     _check_ranks(facts, shapes, ranks, path)
@@ -159,7 +161,7 @@ def decode_plan(data: bytes, path: str = "plan", *, expected_digest: str | None 
         raise ManifestError("a piece has a rank that is not there", path=path)
     if not _is_ordered(shapes, leaf, offsets, rank):
         raise ManifestError("the rows of the plan are not sorted", path=path)
-    refuse(check_packs(shapes, leaf, sizes, rank, pack, offset, pack_bases(ranks.pack_sizes)), path)
+    refuse(check_packs(shapes, leaf, sizes, rank, pack, offset, pack_bases(ranks.pack_sizes, path)), path)
     tables = [leaftable.decode_objects(packed.blob(f"objects{index}"), path=path) for index in range(facts.num_objects)]
     return Plan(
         world_size=facts.world_size,
@@ -182,6 +184,11 @@ def _check_ranks(facts: _PlanFacts, shapes: Shapes, ranks: _Ranks, path: str) ->
         raise ManifestError("the tables of the plan have not one row for each rank", path=path)
     if facts.num_dims != shapes.num_dims or any(index >= facts.num_objects for index in ranks.objects):
         raise ManifestError("the plan contradicts its tables", path=path)
+
+
+def _check_sorted(leaves: Sequence[TensorSpec], path: str) -> None:
+    if any(one.name >= other.name for one, other in pairwise(leaves)):
+        raise ManifestError("the leaves of the plan are not sorted", path=path)
 
 
 def merge_parts(encoded: Sequence[bytes], nodes: Sequence[int]) -> Plan:
@@ -306,7 +313,7 @@ def _merge_aliases(parts: Sequence[Part], leaves: Sequence[TensorSpec]) -> tuple
     own = {leaf.name for leaf in leaves}
     for alias, (target, rank) in found.items():
         if alias in own or target not in own:
-            reason = "has bytes of its own on another" if alias in own else "which no rank has"
+            reason = "and has bytes of its own on another" if alias in own else "which no rank has"
             raise StateMismatchError(
                 f"{names.display(alias)} is tied to {names.display(target)} on rank {rank}, {reason}", rank=rank
             )

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from safehold.errors import ManifestError
 from safehold.format import crc, document, paths
+from safehold.format.names import display
 from safehold.types import CommitId
 
 MAX_COUNT: Final = 2**60
@@ -280,7 +281,7 @@ def _decode(kind: str, data: bytes, cls: type[R], path: str) -> R:
         record = msgspec.convert(body, cls, strict=True, str_keys=True)
         _check(record)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ManifestError(f"the {kind} record contradicts itself: {str(exc)[:300]}", path=path) from None
+        raise ManifestError(f"the {kind} record contradicts itself: {display(str(exc))}", path=path) from None
     return record
 
 

@@ -83,9 +83,13 @@ class RankControl(_Words):
     @classmethod
     def create(cls, name: str = "rank") -> Self:
         """Make a block and its eventfd."""
-        return cls(
-            memfd.create(BLOCK_BYTES, f"control-{name}"), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), new=True
-        )
+        block_fd = memfd.create(BLOCK_BYTES, f"control-{name}")
+        try:
+            wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(block_fd)
+            raise
+        return cls(block_fd, wake_fd, new=True)
 
     @classmethod
     def attach(cls, block_fd: int, wake_fd: int) -> Self:
@@ -148,21 +152,14 @@ class RankControl(_Words):
         self.wake()
 
     def wake(self) -> None:
-        """Wake whoever waits in `wait_staged`."""
+        """Have whoever waits in `wait_staged` look again."""
         try:
             os.eventfd_write(self.wake_fd, 1)
         except BlockingIOError:
             pass  # the counter is full: the waiter is awake
 
-    @property
-    def staged_bytes(self) -> int:
-        """The prefix of the arena that is staged of the save `save_seq`; what it covers may be read."""
-        value = self._words[_STAGED] & _COUNT_MASK
-        self._fence()
-        return value
-
     def staged_of(self, save_seq: int) -> int | None:
-        """As `staged_bytes`, for one save: None if the trainer is at another."""
+        """Return the prefix of the arena that is staged of a save, which may be read; None if the trainer is at another."""
         word = self._words[_STAGED]
         self._fence()
         return word & _COUNT_MASK if word >> _COUNT_BITS == save_seq & _SEQ_MASK else None
@@ -171,8 +168,8 @@ class RankControl(_Words):
         """Wait until more than `more_than` bytes are staged of a save; for the one flusher of this rank.
 
         Returns:
-            The staged bytes, which are at most `more_than` if the time was over or `wake` was called; None if the
-            trainer is at another save.
+            The staged bytes, which are at most `more_than` if the time was over; None if the trainer is at another
+            save.
         """
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -196,13 +193,6 @@ class RankControl(_Words):
         """Flusher: the first `num_bytes` of the save are written, their place in the arena may be used again."""
         self._fence()
         self._words[_FLUSHED] = (save_seq & _SEQ_MASK) << _COUNT_BITS | num_bytes
-
-    @property
-    def flushed_bytes(self) -> int:
-        """What the flusher has written of the save that it is at."""
-        value = self._words[_FLUSHED] & _COUNT_MASK
-        self._fence()
-        return value
 
     def wait_flushed(self, save_seq: int, at_least: int, timeout_s: float) -> bool:
         """Trainer: wait until the flusher has written that much of a save; return whether it has."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class CudaCopier:
                     self._host.target(place, torch.uint8, torch.Size((size,))).copy_(source, non_blocking=True)
         view.record_stream(stream)
 
-    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterator[Piece]:
+    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterable[Piece]:
         """See `Copier`."""
         return self._host.split(view, offset, nbytes, limit_bytes)
 
@@ -177,7 +177,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         """Nothing is allocated before it is used."""
-        self._registered: dict[int, int] = {}
+        self._registered: set[int] = set()
 
     def prepare_host(self, mapping: Mapping) -> bool:
         """Pin an arena (`cudaHostRegister`); False if the driver refuses, then copies go through its own buffers,
@@ -190,7 +190,7 @@ class CudaDevice:
         if result != 0:
             _forget_error()
             return False
-        self._registered[mapping.address] = mapping.size_bytes
+        self._registered.add(mapping.address)
         return True
 
     def release_host(self, mapping: Mapping) -> None:
@@ -199,11 +199,12 @@ class CudaDevice:
         Raises:
             ConfigurationError: The driver refuses; unmapping the arena then would be a fault waiting to happen.
         """
-        if self._registered.pop(mapping.address, None) is None:
+        if mapping.address not in self._registered:
             return
         result = int(_cudart().cudaHostUnregister(mapping.address))
         if result != 0:
             raise ConfigurationError(f"unpinning an arena failed: CUDA error {result}")
+        self._registered.remove(mapping.address)
 
     def copier(self, mapping: Mapping) -> Copier:
         """See `Device`."""
@@ -212,6 +213,10 @@ class CudaDevice:
     def num_threads(self) -> int:
         """See `Device`; one thread keeps the copy engines busy."""
         return 1
+
+    def numa_node(self) -> int | None:
+        """See `Device`: the one that the current GPU hangs on."""
+        return numa_node()
 
 
 def numa_node(device: int | None = None) -> int | None:

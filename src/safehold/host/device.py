@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from safehold.errors import UnsupportedStateError
+from safehold.host import numa
 from safehold.host.memfd import Mapping
 
 Piece = tuple[Any, int, int]
@@ -70,7 +71,7 @@ class Copier(Protocol):
         """
         ...
 
-    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterator[Piece]:
+    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterable[Piece]:
         """Cut into pieces of about `limit_bytes` at most, in arena order; each is a view and costs no memory."""
         ...
 
@@ -144,9 +145,13 @@ class Device(Protocol):
         """How many threads may copy while the trainer waits."""
         ...
 
+    def numa_node(self) -> int | None:
+        """Return the NUMA node that host memory for this rank should be on; None if it does not matter, or is not known."""
+        ...
+
 
 class NumpyCopier:
-    """Copies NumPy arrays, at once."""
+    """Copies NumPy arrays, at once; the base of what copies other values of host memory so."""
 
     def __init__(self, mapping: Mapping) -> None:
         """Copy into a writable mapping."""
@@ -177,15 +182,16 @@ class NumpyCopier:
         array = np.ascontiguousarray(array)
         move(self._mapping.address + offset, array.__array_interface__["data"][0], nbytes)
 
-    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterator[Piece]:
+    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterable[Piece]:
         """See `Copier`."""
         if nbytes <= limit_bytes:
-            yield view, offset, nbytes
-            return
+            return [(view, offset, nbytes)]
+        return list(split_rows(self.flat(view), offset, nbytes, limit_bytes))
+
+    def flat(self, view: Any) -> Any:
+        """Return a contiguous view as one row, others as they are."""
         array = _as_array(view)
-        if array.flags.c_contiguous:
-            array = array.reshape(-1)
-        yield from split_rows(array, offset, nbytes, limit_bytes)
+        return array.reshape(-1) if array.flags.c_contiguous else array
 
     def mark(self) -> Any:
         """See `Copier`."""
@@ -217,7 +223,7 @@ class NumpyCopier:
 
 
 class NumpyDevice:
-    """Host memory, NumPy arrays only; for programs that never import a framework."""
+    """Host memory, NumPy arrays only, for programs that never import a framework; the base of others of host memory."""
 
     name = "cpu"
     asynchronous = False
@@ -236,6 +242,10 @@ class NumpyDevice:
     def num_threads(self) -> int:
         """See `Device`."""
         return idle_cores()
+
+    def numa_node(self) -> int | None:
+        """See `Device`: where this process runs, if that is on one node only."""
+        return numa.node_of_cpus()
 
 
 class Taken:

@@ -8,7 +8,7 @@ s for 589 tensors of 1.5 GB). Whoever wants several cores calls `copy` from seve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ from safehold.errors import UnsupportedStateError
 from safehold.host.device import (
     Copier,
     NumpyCopier,
+    NumpyDevice,
     Piece,
-    PieceError,
     Sample,
     Taken,
     check_place,
-    idle_cores,
     move,
     run_at,
     split_rows,
@@ -35,30 +34,25 @@ _GRAIN_ELEMENTS = 32768
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TorchCopier:
-    """Copies tensors of host memory, and of devices that torch copies from in order, at once."""
+class TorchCopier(NumpyCopier):
+    """Copies tensors of host memory, and of devices that torch copies from in order, and NumPy arrays, at once."""
 
     def __init__(self, mapping: Mapping) -> None:
         """Copy into a writable mapping."""
-        self._mapping = mapping
-        self._numpy = NumpyCopier(mapping)
+        super().__init__(mapping)
         self._bases: dict[torch.dtype, torch.Tensor] = {}
-
-    def begin(self, views: Iterable[Any]) -> None:
-        """See `Copier`; nothing is ever queued."""
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """See `Copier`."""
-        index = 0
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                for index, (view, offset, nbytes) in enumerate(pieces):  # noqa: B007 - read where it fails
-                    if isinstance(view, torch.Tensor):
-                        self._copy_tensor(view, offset, nbytes)
-                    else:
-                        self._numpy.copy_one(view, offset, nbytes)
-        except Exception as exc:
-            raise PieceError(index) from exc
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            super().copy(pieces)
+
+    def copy_one(self, view: Any, offset: int, nbytes: int) -> None:
+        """Copy one tensor or array; within what `copy` sets up."""
+        if isinstance(view, torch.Tensor):
+            self._copy_tensor(view, offset, nbytes)
+        else:
+            super().copy_one(view, offset, nbytes)
 
     def _copy_tensor(self, view: torch.Tensor, offset: int, nbytes: int) -> None:
         check_place(view.nbytes, offset, nbytes, self._mapping)
@@ -90,32 +84,17 @@ class TorchCopier:
             step *= size
         return base.as_strided(shape, strides[::-1], offset // dtype.itemsize)
 
-    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterator[Piece]:
+    def split(self, view: Any, offset: int, nbytes: int, limit_bytes: int) -> Iterable[Piece]:
         """See `Copier`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().split(view, offset, nbytes, limit_bytes)
+
+    def flat(self, view: Any) -> Any:
+        """Return a contiguous view as one row, others as they are."""
         if not isinstance(view, torch.Tensor):
-            yield from self._numpy.split(view, offset, nbytes, limit_bytes)
-        elif nbytes <= limit_bytes:
-            yield view, offset, nbytes
-        else:
-            with torch._C.DisableTorchFunctionSubclass():
-                source = view.detach()
-                flat = source.view(-1) if source.is_contiguous() else source
-                pieces = list(split_rows(flat, offset, nbytes, limit_bytes))
-            yield from pieces
-
-    def mark(self) -> Any:
-        """See `Copier`."""
-        return None
-
-    def reached(self, mark: Any, timeout_s: float) -> bool:
-        """See `Copier`; always true."""
-        return True
-
-    def check_hold(self) -> None:
-        """See `Copier`."""
-
-    def hold(self, mark: Any) -> None:
-        """See `Copier`; nothing to hold."""
+            return super().flat(view)
+        source = view.detach()
+        return source.view(-1) if source.is_contiguous() else source
 
     def sample(self, views: Sequence[Any]) -> Sample:
         """See `Copier`."""
@@ -124,7 +103,7 @@ class TorchCopier:
     def block(self, view: Any, at_byte: int, limit_bytes: int) -> tuple[Any, int, int] | None:
         """See `Copier`."""
         if not isinstance(view, torch.Tensor):
-            return self._numpy.block(view, at_byte, limit_bytes)
+            return super().block(view, at_byte, limit_bytes)
         with torch._C.DisableTorchFunctionSubclass():
             return run_at(view.detach(), view.shape, at_byte, view.itemsize, limit_bytes)
 
@@ -133,26 +112,12 @@ class TorchCopier:
         self._bases.clear()
 
 
-class TorchDevice:
+class TorchDevice(NumpyDevice):
     """Host memory, for torch tensors and NumPy arrays."""
-
-    name = "cpu"
-    asynchronous = False
-
-    def prepare_host(self, mapping: Mapping) -> bool:
-        """See `Device`; host memory needs nothing."""
-        return False
-
-    def release_host(self, mapping: Mapping) -> None:
-        """See `Device`."""
 
     def copier(self, mapping: Mapping) -> Copier:
         """See `Device`."""
         return TorchCopier(mapping)
-
-    def num_threads(self) -> int:
-        """See `Device`."""
-        return idle_cores()
 
 
 def is_plain(view: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
 SYNC_FILE_RANGE_WAIT_BEFORE = 1
 SYNC_FILE_RANGE_WRITE = 2
 SYNC_FILE_RANGE_WAIT_AFTER = 4
@@ -57,7 +58,7 @@ def _check(function: Any, *args: Any) -> None:
 
 
 def fallocate(fd: int, offset: int, nbytes: int, *, mode: int = 0) -> None:
-    """Reserve space by the system call, never by the C library's emulation, which writes."""
+    """Reserve space, or what `mode` says, by the system call, never by the C library's emulation, which writes."""
     _check(_fallocate, fd, mode, offset, nbytes)
 
 

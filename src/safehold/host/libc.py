@@ -1,4 +1,4 @@
-"""The few system calls that Python has no function for, by ctypes.
+"""The few system calls on memory and processes that Python has no function for, by ctypes; those on files: `disk_calls`.
 
 Invariants: every call releases the interpreter lock, and a failure is an `OSError` with the kernel's errno. Only raw
 calls: no policy, no retry, no fallback.
@@ -11,12 +11,9 @@ import functools
 import os
 import platform
 
+MADV_DONTFORK = 10
 MADV_POPULATE_WRITE = 23
-MADV_HUGEPAGE = 14
 MADV_COLLAPSE = 25
-PR_SET_PDEATHSIG = 1
-FALLOC_FL_KEEP_SIZE = 1
-FALLOC_FL_PUNCH_HOLE = 2
 
 _SYSCALLS = {
     "x86_64": {"mbind": 237, "get_mempolicy": 239, "ioprio_set": 251},
@@ -29,7 +26,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.madvise.restype = ctypes.c_int
-    library.prctl.restype = ctypes.c_int
     library.syscall.restype = ctypes.c_long
     return library
 
@@ -44,18 +40,6 @@ def _check(result: int, call: str) -> int:
 def madvise(address: int, size_bytes: int, advice: int) -> None:
     """Call `madvise(2)` on memory of this process."""
     _check(_library().madvise(address, size_bytes, advice), "madvise")
-
-
-def fallocate(fd: int, mode: int, start: int, size_bytes: int) -> None:
-    """Call `fallocate(2)`."""
-    library = _library()
-    _check(library.fallocate(fd, mode, ctypes.c_long(start), ctypes.c_long(size_bytes)), "fallocate")
-
-
-def prctl(option: int, argument: int) -> int:
-    """Call `prctl(2)` with one argument."""
-    library = _library()
-    return _check(library.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), "prctl")
 
 
 def syscall(name: str, *arguments: int | ctypes.Array[ctypes.c_ulong] | ctypes.Array[ctypes.c_int] | None) -> int:

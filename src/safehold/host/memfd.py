@@ -14,8 +14,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -23,7 +24,7 @@ from typing import Self
 import numpy as np
 
 from safehold.errors import AgentUnavailableError, StorageFullError
-from safehold.host import libc
+from safehold.host import disk_calls, libc
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_BYTES = 2 << 20
@@ -34,13 +35,14 @@ _MFD_NOEXEC_SEAL = 0x0008
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def create(size_bytes: int, name: str) -> int:
+def create(size_bytes: int, name: str, *, alignable: bool = False) -> int:
     """Make an arena of `size_bytes` zeros, none of them in memory yet, and return its descriptor, which the caller
     owns.
 
     Args:
         size_bytes: Fixed for good by seals.
         name: Shown in `/proc/<pid>/maps`.
+        alignable: Add addresses behind it (no memory, as long as nobody touches them), so that it can be mapped for huge pages.
 
     Raises:
         StorageFullError: The system has no room for it.
@@ -54,7 +56,7 @@ def create(size_bytes: int, name: str) -> int:
             raise
         fd = os.memfd_create(label, flags)
     try:
-        os.ftruncate(fd, size_bytes)
+        os.ftruncate(fd, size_bytes + (HUGE_BYTES if alignable and size_bytes >= HUGE_BYTES else 0))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as exc:
         os.close(fd)
@@ -64,23 +66,23 @@ def create(size_bytes: int, name: str) -> int:
     return fd
 
 
-def _map_aligned(fd: int, size_bytes: int, protection: int) -> mmap.mmap:
+def _map_aligned(fd: int, size_bytes: int, end_bytes: int, protection: int) -> mmap.mmap:
     """Map so that huge pages fit, which the system does not do by itself: copies into them are about a fifth faster.
 
-    Mappings are laid out downwards, each below the one before; a filler of the right size brings the next one to a border. If
-    another thread maps something in between, the result is as good as any other mapping, only without huge pages.
+    Mappings are laid out downwards, so one that is longer by its excess over a border begins at that border; the file has room for that
+    behind what is used of it (up to `end_bytes`). If another thread maps something in between, the result is as good as any other
+    mapping, only without huge pages.
     """
     found = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=protection)
     if size_bytes < HUGE_BYTES:
         return found
     for _ in range(_ALIGN_TRIES):
         excess = _address_of(found) % HUGE_BYTES
-        if not excess:
+        longer = len(found) + excess if len(found) + excess <= end_bytes else size_bytes + excess
+        if not excess or longer > end_bytes:
             break
         found.close()
-        filler = mmap.mmap(-1, excess, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-        found = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=protection)
-        filler.close()
+        found = mmap.mmap(fd, longer, flags=mmap.MAP_SHARED, prot=protection)
     return found
 
 
@@ -126,10 +128,10 @@ class Mapping:
             return
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map = _map_aligned(fd, size_bytes, protection)
+            self._map = _map_aligned(fd, size_bytes, actual, protection)
         except OSError as exc:
             raise StorageFullError(f"mapping {size_bytes} bytes failed: {exc.strerror}", tier="memory") from exc
-        self.view = memoryview(self._map)
+        self.view = memoryview(self._map)[:size_bytes]
         self.address = _address_of(self._map)
 
     def __enter__(self) -> Self:
@@ -139,6 +141,11 @@ class Mapping:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def keep_from_children(self) -> None:
+        """Leave the mapping out of processes forked from now on: none of them shall be able to write to it, or keep its memory."""
+        if self._map is not None:
+            libc.madvise(self.address, self.size_bytes, libc.MADV_DONTFORK)
 
     def close(self) -> bool:
         """Unmap; return False if views of it still live: then the memory goes with the last of them, and nothing can
@@ -248,12 +255,12 @@ def _collapse(address: int) -> bool:
     `MADV_COLLAPSE` (since Linux 6.1) also gives huge pages to shared memory where they are not given by themselves. It brings in
     the pages that are missing, faster than one by one.
     """
-    begun = time.monotonic()
+    begun = time.thread_time()  # not the time that passes: this thread gives way to others
     try:
         libc.madvise(address, HUGE_BYTES, libc.MADV_COLLAPSE)
     except OSError:
         return False
-    return time.monotonic() - begun < _SLOW_COLLAPSE_S
+    return time.thread_time() - begun < _SLOW_COLLAPSE_S
 
 
 def _populate_pages(mapping: Mapping, start: int, size_bytes: int) -> None:
@@ -276,11 +283,26 @@ def _touch(mapping: Mapping, start: int, size_bytes: int) -> None:
     np.bitwise_or.reduce(page_bytes)
 
 
+@contextmanager
+def read_only(fd: int) -> Iterator[int]:
+    """Yield a descriptor of the same memory that cannot be mapped for writing; where proc(5) is not mounted, `fd` itself."""
+    try:
+        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield fd
+        return
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
 def punch_hole(fd: int, start: int, size_bytes: int) -> None:
     """Give the pages of a range back to the system; it reads as zeros afterwards. Best effort: errors of the system
     are ignored.
     """
     try:
-        libc.fallocate(fd, libc.FALLOC_FL_PUNCH_HOLE | libc.FALLOC_FL_KEEP_SIZE, start, size_bytes)
+        mode = disk_calls.FALLOC_FL_PUNCH_HOLE | disk_calls.FALLOC_FL_KEEP_SIZE
+        disk_calls.fallocate(fd, start, size_bytes, mode=mode)
     except OSError:
         pass  # the memory stays taken until the arena goes

@@ -12,14 +12,8 @@ from pathlib import Path
 
 from safehold.errors import ConfigurationError
 
-DEFAULT_SHARE = 0.5
+DEFAULT_SHARE = 0.6
 _UNLIMITED_BYTES = 1 << 60
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_FACTORS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": 1024**power if "i" in suffix or not suffix else 1000**power
-    for power, letter in enumerate("kmgtp", start=1)
-    for suffix in ("", "b", "ib")
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,27 +123,3 @@ def budget_bytes(memory: MemoryInfo, *, share: float = DEFAULT_SHARE, limit_byte
     if limit_bytes < 0:
         raise ConfigurationError(f"a memory limit of {limit_bytes} bytes is none")
     return min(limit_bytes, memory.available_bytes)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size as people read it: `1.5 GiB`."""
-    value, unit = float(num_bytes), 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value /= 1024
-        unit += 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
-def parse_bytes(text: str | int) -> int:
-    """Return the bytes that a person wrote: `8GiB`, `500 MB`, `1.5g` (binary), `4096`.
-
-    Raises:
-        ConfigurationError: It is no size.
-    """
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigurationError(f"{text!r} is no size", hint="write it like 8GiB, 500MB or 4096")
-    return int(float(match.group(1)) * factor)

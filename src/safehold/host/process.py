@@ -29,7 +29,7 @@ _RUN_MODULE = (
 _DETACH = (
     "import os, sys; p = os.fork()\n"
     "if p: os.write(1, b'%d' % p); os._exit(0)\n"
-    "l = int(sys.argv[1]); os.dup2(l, 1); os.setsid(); os.execv(sys.argv[2], sys.argv[2:])"
+    "os.dup2(2, 1); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 )
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_BEST_EFFORT_LOWEST = (2 << 13) | 7
@@ -191,23 +191,18 @@ def _spawn_child(command: list[str], fds: Sequence[int], env: Mapping[str, str] 
 def _spawn_detached(
     command: list[str], fds: Sequence[int], env: Mapping[str, str] | None, log: int | None, timeout_s: float
 ) -> int:
-    sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if log is None else log
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _DETACH, str(sink), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            pass_fds=(*fds, sink),
-            env=None if env is None else dict(env),
-            start_new_session=True,
-            timeout=timeout_s,
-            check=True,
-        )
-        return int(done.stdout)
-    finally:
-        if log is None:
-            os.close(sink)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _DETACH, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if log is None else log,
+        pass_fds=tuple(fds),
+        env=None if env is None else dict(env),
+        start_new_session=True,
+        timeout=timeout_s,
+        check=True,
+    )
+    return int(done.stdout)
 
 
 def start_ticks(pid: int) -> int:
@@ -217,10 +212,10 @@ def start_ticks(pid: int) -> int:
         ProcessLookupError: There is none.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_bytes()  # a process may have any bytes for a name
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(errno.ESRCH, f"no process {pid}") from None
-    return int(text.rsplit(")", 1)[1].split()[19])
+    return int(text.rsplit(b")", 1)[1].split()[19])
 
 
 def find(pid: int, ticks: int) -> Process | None:
@@ -234,16 +229,6 @@ def find(pid: int, ticks: int) -> Process | None:
         return process
     process.close()
     return None
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; end now if the parent is gone already.
-
-    Only for processes started by a thread that lives as long as its process.
-    """
-    libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import stat
 import time
-from collections.abc import Mapping
+import urllib.parse
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +23,7 @@ from typing import Self
 import blake3
 import msgspec
 
-from safehold.errors import ConfigurationError
+from safehold.errors import AgentUnavailableError, ConfigurationError
 
 _INFO_LIMIT_BYTES = 64 << 10
 LOG_LIMIT_BYTES = 1 << 20
@@ -48,10 +50,11 @@ def _private_directory(path: Path, *, parents: bool = False) -> Path:
         problem = f"is open to others (mode {stat.S_IMODE(found.st_mode):04o})"
     else:
         return path
+    hint = "it must belong to you and have mode 0700"
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+        hint = f"'chmod 700 {shlex.quote(str(path))}'"
     raise ConfigurationError(
-        f"the runtime directory {problem}",
-        path=str(path),
-        hint="it must belong to you and have mode 0700; or set SAFEHOLD_RUNTIME_DIR to another",
+        f"the runtime directory {problem}", path=str(path), hint=f"{hint}; or set SAFEHOLD_RUNTIME_DIR to another"
     )
 
 
@@ -81,6 +84,18 @@ def _open_file(path: Path, flags: int) -> int:
     return fd
 
 
+@contextlib.contextmanager
+def _translated(doing: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise AgentUnavailableError(
+            f"{doing} failed: {exc.strerror or exc}",
+            path=str(path),
+            hint="the runtime directory must be there and have room; or set SAFEHOLD_RUNTIME_DIR to another",
+        ) from exc
+
+
 def runtime_dir(env: Mapping[str, str] | None = None) -> Path:
     """Return the directory for the agents of this user on this host, made if need be.
 
@@ -107,10 +122,10 @@ def run_key(run_directory: str | os.PathLike[str]) -> str:
     exists or not.
     """
     text = os.fspath(run_directory)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif "://" in text:
-        scheme, rest = text.split("://", 1)
+    scheme, found, rest = text.partition("://")
+    if found and scheme.lower() == "file":
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    elif found:
         return blake3.blake3(f"{scheme.lower()}://{rest.rstrip('/')}".encode()).hexdigest()[:16]
     return blake3.blake3(os.fsencode(os.path.realpath(text))).hexdigest()[:16]
 
@@ -140,7 +155,7 @@ class SlotLock:
     """Held by the one agent of a slot; released by `release` or by the end of the process."""
 
     def __init__(self, fd: int) -> None:
-        """Take ownership of a descriptor that holds the lock."""
+        """Take ownership of a descriptor of the lock's file."""
         self._fd = fd
 
     def __enter__(self) -> Self:
@@ -150,6 +165,10 @@ class SlotLock:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once released."""
+        return self._fd
 
     def release(self) -> None:
         """Let the next agent in."""
@@ -200,17 +219,24 @@ class RunSlot:
         """Become the agent of this slot; None if another one is, and stayed so until the time was over.
 
         A `timeout_s` of a second or two outlasts the moments in which `is_locked` looks.
+
+        Raises:
+            AgentUnavailableError: The lock's file cannot be made, opened or locked.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            fd = _open_file(self.lock_path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_current(fd):
-                    return SlotLock(fd)
-            except BlockingIOError:
-                pass
-            os.close(fd)
+            with _translated("locking an agent's slot", self.lock_path):
+                held = SlotLock(_open_file(self.lock_path, os.O_RDWR | os.O_CREAT))
+                try:
+                    fcntl.flock(held.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if self._is_current(held.fileno()):
+                        return held
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    held.release()
+                    raise
+            held.release()
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
@@ -238,10 +264,19 @@ class RunSlot:
         return False
 
     def write_info(self, info: AgentInfo) -> None:
-        """Leave the note, atomically."""
-        temporary = self.directory / f".agent.json.{os.getpid()}"
-        temporary.write_bytes(msgspec.json.encode(info))
-        temporary.rename(self.info_path)
+        """Leave the note, atomically; where that fails (no room, say) there is none, since nothing depends on it."""
+        with contextlib.suppress(OSError):
+            self._put(self.info_path, msgspec.json.encode(info))
+
+    def _put(self, path: Path, data: bytes) -> None:
+        temporary = self.directory / f".{path.name}.{os.getpid()}"
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
     def read_info(self) -> AgentInfo | None:
         """Return the note; None if there is none or it cannot be read as one (it is advisory)."""
@@ -257,11 +292,15 @@ class RunSlot:
             return None
 
     def open_log(self) -> int:
-        """Open the log for appending and return the descriptor; what an earlier agent left there is kept as
-        `agent.log.1`.
+        """Open the log for appending, trimmed if there is room for that, and return the descriptor.
+
+        Raises:
+            AgentUnavailableError: It cannot be made or opened.
         """
-        self.trim_log()
-        return _open_file(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with contextlib.suppress(OSError):
+            self.trim_log()
+        with _translated("opening the agent's log", self.log_path):
+            return _open_file(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def trim_log(self, limit_bytes: int = LOG_LIMIT_BYTES) -> bool:
         """Move what the log has to `agent.log.1` if it is longer than `limit_bytes`; return whether it was.
@@ -278,9 +317,7 @@ class RunSlot:
             if size <= limit_bytes:
                 return False
             kept = os.pread(fd, limit_bytes, size - limit_bytes)
-            temporary = self.directory / f".agent.log.{os.getpid()}"
-            temporary.write_bytes(kept)
-            temporary.rename(self.directory / "agent.log.1")
+            self._put(self.directory / "agent.log.1", kept)
             os.ftruncate(fd, 0)
         finally:
             os.close(fd)

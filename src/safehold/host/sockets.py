@@ -66,6 +66,12 @@ def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
+def _acquire(lock: threading.Lock, timeout_s: float | None, doing: str) -> None:
+    # Not below 0: a lock waits for ever where it is told -1.
+    if not lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+        raise TimeoutError(f"{doing} did not finish in time")
+
+
 def _wait(sock: socket.socket, mask: int, deadline: float | None, doing: str) -> None:
     poller = select.poll()
     poller.register(sock, mask)
@@ -87,7 +93,7 @@ class Channel:
         self._sock = sock
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
-        self._closed = False
+        self._closed = self._sending = False
         self._head = bytearray()
         self._body: bytearray | None = None
         self._filled = 0
@@ -136,8 +142,8 @@ class Channel:
         Args:
             data: The frame; may be empty.
             fds: Descriptors to pass along; they stay open here.
-            timeout_s: How long the peer may take to make room. A frame that was begun and not finished closes the
-                channel.
+            timeout_s: How long the peer may take to make room. A frame that was begun and not finished, in time or
+                because this thread was interrupted, closes the channel.
 
         Raises:
             ChannelClosed: The peer is gone.
@@ -150,11 +156,17 @@ class Channel:
         if len(fds) > MAX_FDS:
             raise ConfigurationError(f"{len(fds)} file descriptors in one message; at most {MAX_FDS}")
         deadline = _deadline(timeout_s)
-        if not self._send_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise TimeoutError("sending did not finish in time")
+        _acquire(self._send_lock, timeout_s, "sending")
         try:
             self._send(memoryview(data).cast("B"), fds, deadline)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C
+            if self._sending:
+                self._hang_up()
+            raise
         finally:
+            self._sending = False
             self._send_lock.release()
 
     def _send(self, data: memoryview, fds: Sequence[int], deadline: float | None) -> None:
@@ -168,8 +180,10 @@ class Channel:
             begin = max(0, sent - header.nbytes)
             parts = [header[sent:], data[begin : begin + _CHUNK_BYTES]]
             try:
+                self._sending = True
                 sent += self._sock.sendmsg(parts, passed if sent == 0 else [], socket.MSG_NOSIGNAL)
             except BlockingIOError:
+                self._sending = sent > 0
                 try:
                     _wait(self._sock, select.POLLOUT, deadline, "sending")
                 except TimeoutError:
@@ -197,8 +211,7 @@ class Channel:
             TimeoutError: No whole frame came in time.
         """
         deadline = _deadline(timeout_s)
-        if not self._recv_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise TimeoutError("receiving did not finish in time")
+        _acquire(self._recv_lock, timeout_s, "receiving")
         try:
             self._receive(deadline, max_fds)
             assert self._body is not None
@@ -318,7 +331,7 @@ class Listener:
         """Wait for the next connection; those of other users are closed.
 
         Raises:
-            ChannelClosed: The listener was closed.
+            ChannelClosed: The listener was closed, or the system has nothing left to accept with; then it may be asked again.
             TimeoutError: Nobody came in time.
         """
         deadline = _deadline(timeout_s)
@@ -337,7 +350,7 @@ class Listener:
             except OSError as exc:
                 if exc.errno == errno.ECONNABORTED:
                     continue
-                raise ChannelClosed(f"the listener is closed: {exc.strerror}") from exc
+                raise ChannelClosed(f"nobody can be accepted: {exc.strerror}") from exc
             channel = Channel(sock)
             if channel.peer_credentials().uid in (os.getuid(), 0):
                 return channel

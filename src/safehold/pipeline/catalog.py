@@ -9,6 +9,7 @@ Must not live here: decisions (`safehold.policy.belief`), writes (`safehold.pipe
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from safehold.errors import (
 )
 from safehold.format import document, paths, records
 from safehold.format import plan as plans
+from safehold.format.names import numbered
 from safehold.format.plan import Plan
 from safehold.format.records import Manifest, NodeRecord, PackRecord, Quarantine, RunInfo
 from safehold.pipeline import agreement
@@ -36,6 +38,7 @@ from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import belief
 from safehold.policy.belief import Listing
 from safehold.tiers.base import Tier
+from safehold.tiers.open import local_path
 from safehold.types import CommitId
 
 T = TypeVar("T")
@@ -217,8 +220,10 @@ class Catalog:
         if names:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             hint = f"looked for {paths.RUN_JSON} and {paths.INCARNATIONS}/ and found: {shown}"
+        elif _is_missing(self.tier.url):
+            raise ConfigurationError("this directory does not exist", path=self.tier.url, hint="is the path right?")
         else:
-            hint = f"looked for {paths.RUN_JSON}; the directory is empty or does not exist"
+            hint = f"looked for {paths.RUN_JSON}; the directory is empty"
         raise ConfigurationError("this is no run directory", path=self.tier.url, hint=hint)
 
     def snapshot(self) -> Snapshot:
@@ -449,6 +454,11 @@ def find_restore_candidate(
     raise _not_found(catalog, step, believed, rejected)
 
 
+def _is_missing(url: str) -> bool:
+    """Whether it is the URL of a file system's directory that is not there (a store without directories cannot tell)."""
+    return url.startswith("file://") and not os.path.lexists(local_path(url))
+
+
 def _in_order(seen: Snapshot, step: int | None, exclude: Collection[CommitId]) -> list[CommitId]:
     """All commits that exist, newest first; of one step the attempt that counts first; quarantined ones last."""
     left = dict(seen.listing.attempts)
@@ -470,12 +480,14 @@ def _not_found(
     url = catalog.tier.url
     if step is None:
         text = f"none of the {len(believed)} checkpoints can be used"
+        if len(believed) == 1:
+            text = "the only checkpoint cannot be used"
         why = "; ".join(f"step {commit.step}: {error.path}: {error.message}" for commit, error in rejected[:3])
-        hint = f"{why}; `safehold verify` reads them all" if why else "all of them were tried before"
+        hint = f"{why}; 'safehold verify RUN --all' reads them all" if why else "'safehold verify RUN --all' says why"
         return StepNotFoundError(text, path=url, hint=hint)
     steps = [commit.step for commit in believed]
     if not steps:
         catalog.require_run()
         return StepNotFoundError("the run has no checkpoint", step=step, path=url)
-    shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-    return StepNotFoundError("there is no such checkpoint", step=step, path=url, hint=f"there are steps {shown}")
+    hint = f"there {'is' if len(steps) == 1 else 'are'} {numbered('step', steps, 8)}"
+    return StepNotFoundError("there is no such checkpoint", step=step, path=url, hint=hint)

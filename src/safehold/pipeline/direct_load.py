@@ -14,7 +14,6 @@ from safehold.pipeline.restore import Reading
 from safehold.pipeline.stored_objects import StoredObjects
 from safehold.policy import coverage
 from safehold.state.leaves import Destination, SavedIndex, TensorLeaf
-from safehold.state.random_states import is_random_name
 from safehold.state.rebuild import Rebuild
 from safehold.state.saved_tree import SavedTree, make_rename
 from safehold.state.values import from_plain
@@ -48,27 +47,16 @@ def load_tree(tier: Tier, checkpoint: Checkpoint, names: Sequence[str] | None) -
     Args:
         tier: Where it is.
         checkpoint: Its verified documents.
-        names: Glob patterns over FQNs; None: everything but random states.
+        names: A glob pattern over FQNs, or several; None: everything but what safehold itself has put there.
 
     Raises:
-        StateMismatchError: No leaf matches.
+        StateMismatchError: No leaf matches one of the patterns.
         IntegrityError: Something does not verify.
     """
     _check_coverage(checkpoint)
-    index = saved_index(checkpoint)
-
-    def wanted(name: str) -> bool:
-        if names is None:
-            return not is_random_name(name)
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
-
-    chosen = SavedIndex(
-        tensors={name: spec for name, spec in index.tensors.items() if wanted(name)},
-        objects={name: spec for name, spec in index.objects.items() if wanted(name)},
-        aliases=index.aliases,
-    )
-    if names is not None and not chosen.tensors and not chosen.objects:
-        raise StateMismatchError(f"no leaf matches {', '.join(names)}", hint="'safehold show' lists the leaves")
+    chosen = saved_index(checkpoint)
+    if names is not None:
+        chosen = _matching(chosen, [names] if isinstance(names, str) else names)
     rebuild = Rebuild(0)
     root = SavedTree(chosen, make_rename(None), []).root
     if not root.children:
@@ -91,3 +79,21 @@ def load_tree(tier: Tier, checkpoint: Checkpoint, names: Sequence[str] | None) -
         stall_s=config.stall_timeout_s,
     ).run()
     return finish(lambda name: from_plain(stored.first(name)))
+
+
+def _matching(index: SavedIndex, patterns: Sequence[str]) -> SavedIndex:
+    """Return what matches; a pattern that nothing matches is a slip of the pen."""
+    found: set[str] = set()
+    useless = []
+    for pattern in patterns:
+        matching = {name for name in (*index.tensors, *index.objects) if fnmatch.fnmatchcase(name, pattern)}
+        found |= matching
+        useless += [] if matching else [pattern]
+    if useless or not patterns:
+        text = f"no leaf matches {', '.join(useless) or 'no pattern'}"
+        raise StateMismatchError(text, hint="'safehold show RUN STEP --leaves' lists the leaves")
+    return SavedIndex(
+        tensors={name: spec for name, spec in index.tensors.items() if name in found},
+        objects={name: spec for name, spec in index.objects.items() if name in found},
+        aliases=index.aliases,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from safehold.tiers.base import Tier
 from safehold.types import CommitId, Membership, TensorSpec
 
 log = logging.getLogger("safehold")
+INTERRUPT_GRACE_S = 10.0
 
 
 class _Word:
@@ -68,6 +70,21 @@ def save(
     Raises:
         CheckpointError: Nothing was committed, or the message says that this is not known; the same on all ranks.
     """
+    with exchange.telling():
+        _save(tier, exchange, state, member, step, metrics, random_states, overwrite, token)
+
+
+def _save(
+    tier: Tier,
+    exchange: Exchange,
+    state: Any,
+    member: Membership,
+    step: int,
+    metrics: dict[str, float],
+    random_states: bool,
+    overwrite: bool,
+    token: str,
+) -> None:
     config = Config()
     limit_s = config.stage_timeout_s + config.flush_timeout_s
     collected = _try("collecting the state", lambda: _collect(state, member, random_states))
@@ -79,6 +96,27 @@ def save(
         limit_s,
     )
     commit = CommitId(step, opened["incarnation"], opened["attempt"])
+    try:
+        _save_opened(tier, exchange, leaves, member, commit, opened, metrics)
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C: what is not committed shall not lie about
+        if member.rank == 0:
+            _discard(tier, config, commit)
+        raise
+
+
+def _save_opened(
+    tier: Tier,
+    exchange: Exchange,
+    leaves: Leaves,
+    member: Membership,
+    commit: CommitId,
+    opened: dict[str, Any],
+    metrics: dict[str, float],
+) -> None:
+    config = Config()
+    limit_s = config.stage_timeout_s + config.flush_timeout_s
     planner = Planner(
         member.rank, member.world_size, pack_size_bytes=config.pack_size_bytes, split_bytes=config.split_bytes
     )
@@ -138,17 +176,34 @@ def _agree(exchange: Exchange, key: str, error: CheckpointError | None, timeout_
         raise
 
 
-def _within(config: Config, doing: str, action: Callable[[], Any]) -> Any:
+def _within(config: Config, doing: str, action: Callable[[], Any], cancelled: threading.Event | None = None) -> Any:
     """Do what touches storage; a disk that never answers keeps a thread and not the trainer.
+
+    If this thread is interrupted (Ctrl-C), what was begun is `cancelled`, or else may end, so that nothing stays half done.
 
     Raises:
         DeadlineError: It did not end in time.
         CheckpointError: Why it failed.
     """
     box: list[_Tried] = []
-    thread = threading.Thread(target=lambda: box.append(_try(doing, action)), name="safehold-save", daemon=True)
-    thread.start()
-    thread.join(config.flush_timeout_s)
+    ended = threading.Event()  # a thread whose `join` was interrupted counts as ended for Python
+
+    def work() -> None:
+        try:
+            box.append(_try(doing, action))
+        finally:
+            ended.set()
+
+    try:
+        threading.Thread(target=work, name="safehold-save", daemon=True).start()
+        ended.wait(config.flush_timeout_s)
+    except Exception:
+        raise
+    except BaseException:
+        if cancelled is not None:
+            cancelled.set()
+        ended.wait(INTERRUPT_GRACE_S)
+        raise
     if not box:
         hint = "the storage does not answer; its thread was left behind"
         raise DeadlineError(f"{doing} did not end within {config.flush_timeout_s:g} s", hint=hint)
@@ -211,6 +266,7 @@ def _write(
     tier: Tier, commit: CommitId, planner: Planner, leaves: Leaves, member: Membership, config: Config
 ) -> dict[str, Any]:
     """Stage and flush this rank's share; returns what the commit needs of it."""
+    began = time.monotonic()
     layout = planner.layout(leaves)
     comparison = planner.comparison(layout, leaves, commit.step)
     word = _Word()
@@ -221,7 +277,7 @@ def _write(
         try:
             items = [*layout.items, *comparison.items]
             ticket = stager.stage(items, overlap=False, size_bytes=comparison.arena_bytes, step=commit.step)
-            ticket.finish(config.stage_timeout_s)
+            staged_s = ticket.finish(config.stage_timeout_s).seconds
             encoded = {leaf.spec.name: objects.encode(leaf.value, name=leaf.spec.name) for leaf in leaves.objects}
             job = FlushJob(
                 commit=commit,
@@ -235,8 +291,10 @@ def _write(
                 rate_bytes_s=0,
                 deadline_s=config.flush_timeout_s,
             )
-            staged = StagedWord(lambda: word.staged, lambda *_: None)
-            flushed = _within(config, "writing", lambda: flush_rank(tier, job, arena.view, staged, threading.Event()))
+            staged, cancelled = StagedWord(lambda: word.staged, lambda *_: None), threading.Event()
+            flushed = _within(
+                config, "writing", lambda: flush_rank(tier, job, arena.view, staged, cancelled), cancelled
+            )
         finally:
             stager.close()
     return {
@@ -246,6 +304,13 @@ def _write(
         "packs": [msgspec.to_builtins(entry) for entry in flushed.packs],
         "compare": flushed.compare,
         "objects": encoded,
+        "timings": {
+            "stage_s": staged_s,
+            "allocate_s": flushed.allocate_s,
+            "write_s": flushed.write_s,
+            "sync_s": flushed.sync_s,
+            "recorded_s": time.monotonic() - began,
+        },
     }
 
 
@@ -291,7 +356,7 @@ def _commit(
             "packs": [entry for share in shares for entry in share["packs"]],
             "objects": {share["rank"]: share["objects"] for share in shares},
             "part_digests": {share["rank"]: share["digest"] for share in shares},
-            "timings": {},
+            "timings": {name: max(share["timings"][name] for share in shares) for name in shares[0]["timings"]},
         },
         events,
     )

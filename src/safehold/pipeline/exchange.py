@@ -9,12 +9,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankLostError, from_wire
+from safehold.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    RankLostError,
+    from_interrupt,
+    from_wire,
+)
 from safehold.types import Membership, Store
 
 POLL_S = 0.01
@@ -81,7 +88,8 @@ class Exchange:
             raise
         except BaseException as exc:
             text = f"rank 0 failed: {type(exc).__name__}: {exc}"
-            self.put(key, {"error": ConfigurationError(text, rank=0).to_wire()})
+            told = ConfigurationError(text, rank=0) if isinstance(exc, Exception) else from_interrupt(exc, rank=0)
+            self.put(key, {"error": told.to_wire()})
             raise
         self.put(key, {"value": value})
         return value
@@ -97,6 +105,18 @@ class Exchange:
 
         said = self.gather(key, error.to_wire() if error else None, timeout_s)
         self.decide(f"{key}/verdict", verdict, timeout_s)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around everything that is exchanged: tell the others if this rank is interrupted, so that they wait no longer."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as exc:
+            with suppress(CheckpointError):
+                self.put("failed", from_interrupt(exc, rank=self._rank).to_wire())
+            raise
 
     @staticmethod
     def opened(entry: dict[str, Any]) -> Any:

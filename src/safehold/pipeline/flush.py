@@ -1,6 +1,6 @@
 """Streams one rank's arena into its packs on a tier, while the rank still stages.
 
-Invariants: a byte is read from the arena only below the `staged_bytes` word; its checksum is taken from the same memory that is written,
+Invariants: a byte is read from the arena only below the staged word; its checksum is taken from the same memory that is written,
 before the write. Space is allocated before the first copy, so a full disk is found before anything is written. When `flush_rank`
 returns, the packs' data is durable; directory entries and the commit are not its business.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from safehold.errors import (
 )
 from safehold.format import crc, paths
 from safehold.format.records import PackRecord
+from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import PackWriter, Tier
 from safehold.types import CommitId
 
@@ -48,6 +50,7 @@ class FlushJob:
         rate_bytes_s: Upper bound of the write rate; 0: none.
         deadline_s: Seconds until the flush is given up.
         ring_bytes: 0, or the size of the arena where it is smaller than the packs: byte n of them lies at n modulo this.
+        beside_training: Whether training goes on while this is staged; else it goes on only after that, and until then nothing is paced.
     """
 
     commit: CommitId
@@ -61,6 +64,7 @@ class FlushJob:
     rate_bytes_s: int
     deadline_s: float
     ring_bytes: int = 0
+    beside_training: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +120,10 @@ class _Progress:
     @property
     def failure(self) -> BaseException | None:
         return self._failure
+
+    @property
+    def beside_training(self) -> bool:
+        return self._job.beside_training or self._staged >= self._job.staged_total
 
     def watch(self, deadline: float) -> None:
         """Follow the staged word until all is staged or somebody failed; runs in the flush's own thread."""
@@ -195,6 +203,7 @@ def flush_rank(
     *,
     make_room: Callable[[StorageFullError], bool] = lambda _: False,
     flushed: Callable[[int], None] = lambda _: None,
+    pacer: Pacer | None = None,
 ) -> FlushResult:
     """Write the packs of one rank; returns when their data is durable.
 
@@ -206,6 +215,7 @@ def flush_rank(
         cancelled: Set by anyone to abandon the flush.
         flushed: Told how many bytes from the start of the packs are written, so that a ring's place can be used again.
         make_room: Asked when the packs cannot be allocated; True means that space was freed and they are tried once more.
+        pacer: Spaces out the work beside training; it is not asked any more once half the time to the deadline is gone.
 
     Raises:
         SkippedError: It was cancelled.
@@ -225,7 +235,7 @@ def flush_rank(
             writers.append(_create(tier, f"{directory}/{name}", size, make_room))
         allocated = time.monotonic()
         progress = _Progress(job, word, cancelled)
-        _write_all(job, arena, writers, crcs, progress, deadline, flushed)
+        _write_all(job, arena, writers, crcs, progress, deadline, flushed, _paced(job, progress, cancelled, pacer))
         written = time.monotonic()
         for writer in writers:
             writer.finish()
@@ -291,16 +301,21 @@ def _write_all(
     progress: _Progress,
     deadline: float,
     flushed: Callable[[int], None],
+    paced: Callable[[], AbstractContextManager[None]],
 ) -> None:
+    def write(block: _Block) -> None:
+        with paced():
+            data = _slice(job, arena, job.packs[block.pack][0] + block.offset, block.nbytes)
+            first = block.offset // crc.BLOCK_BYTES
+            found = crc.crc_blocks(data)
+            crcs[block.pack][first : first + len(found)] = found
+            writers[block.pack].write_at(block.offset, data)
+        flushed(progress.done(block))
+
     def work() -> None:
         try:
             while (block := progress.take()) is not None:
-                data = _slice(job, arena, job.packs[block.pack][0] + block.offset, block.nbytes)
-                first = block.offset // crc.BLOCK_BYTES
-                found = crc.crc_blocks(data)
-                crcs[block.pack][first : first + len(found)] = found
-                writers[block.pack].write_at(block.offset, data)
-                flushed(progress.done(block))
+                write(block)
                 if time.monotonic() > deadline:
                     raise DeadlineError("the flush did not end in time", step=job.commit.step, rank=job.rank)
         except BaseException as exc:
@@ -324,6 +339,20 @@ def _write_all(
                 raise _StuckError(failure if isinstance(failure, CheckpointError) else late)
     if (failure := progress.failure) is not None:
         raise failure
+
+
+def _paced(
+    job: FlushJob, progress: _Progress, cancelled: threading.Event, pacer: Pacer | None
+) -> Callable[[], AbstractContextManager[None]]:
+    until_s = time.monotonic() + job.deadline_s / 2
+
+    @contextmanager
+    def turn(pacer: Pacer) -> Iterator[None]:
+        began = pacer.wait(cancelled, until_s)
+        yield
+        pacer.spent(began)
+
+    return lambda: turn(pacer) if pacer is not None and progress.beside_training else nullcontext()
 
 
 def _slice(job: FlushJob, arena: memoryview, start: int, nbytes: int) -> memoryview:

@@ -137,7 +137,7 @@ class LeafReader:
                 raise StepNotFoundError(
                     f"the ranks have different values of {names.display(name)}",
                     step=self.checkpoint.commit.step,
-                    hint=f"name one of the ranks {min(digests)} to {max(digests)}",
+                    hint=f"name one of {names.numbered('rank', sorted(digests))}",
                 )
             rank = min(digests)
         if rank not in digests:
@@ -145,7 +145,7 @@ class LeafReader:
                 f"rank {rank} has no {names.display(name)}",
                 step=self.checkpoint.commit.step,
                 rank=rank,
-                hint=f"{len(digests)} ranks have it: {min(digests)} to {max(digests)}",
+                hint=f"of {names.numbered('rank', sorted(digests))} it is there",
             )
         return objects.decode(self._objects_of(self.checkpoint.plan.nodes[rank]).get(rank, name))
 

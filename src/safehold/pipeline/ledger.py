@@ -27,7 +27,8 @@ from safehold.errors import (
     TornFileError,
 )
 from safehold.format import document, paths, records
-from safehold.format.records import Incarnation, Pin, Quarantine, RunInfo, Tombstone
+from safehold.format.records import Incarnation, Manifest, Pin, Quarantine, RunInfo, Tombstone
+from safehold.pipeline import agreement
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import belief
@@ -227,8 +228,8 @@ def publish(tier: Tier, commit: CommitId, manifest: bytes) -> None:
 
     Raises:
         SupersededError: A newer incarnation owns the run and does not list this checkpoint; nobody will believe it.
-        ManifestError: The bytes do not verify, name another checkpoint or a plan that is not there, or another manifest
-            is there already.
+        ManifestError: The bytes do not verify or name another checkpoint; the plan that they name is not there whole
+            (`path` is the plan's); or another manifest is there already.
         StorageError: The tier failed; whether the manifest is there is not known, and repeating the call tells.
     """
     path = f"{paths.checkpoint_dir(commit)}/{paths.MANIFEST}"
@@ -236,14 +237,7 @@ def publish(tier: Tier, commit: CommitId, manifest: bytes) -> None:
     if decoded.commit != commit:
         raise ManifestError("is the manifest of another checkpoint", path=path, step=commit.step)
     check_newest(tier, commit.incarnation)
-    plan_path = paths.plan(decoded.plan_digest)
-    try:
-        size = tier.size(plan_path)
-    except FileNotFoundError as exc:
-        raise ManifestError("the plan that the manifest names is missing", path=plan_path, step=commit.step) from exc
-    if size != decoded.plan_size_bytes:
-        text = f"the plan has {size} bytes, the manifest says {decoded.plan_size_bytes}"
-        raise ManifestError(text, path=plan_path, step=commit.step)
+    _check_plan(tier, decoded)
     _put_new(tier, path, manifest, step=commit.step)
     newer = newer_incarnation(tier, commit.incarnation)
     if newer is not None and not _lists(tier, newer, commit):
@@ -253,6 +247,22 @@ def publish(tier: Tier, commit: CommitId, manifest: bytes) -> None:
             path=path,
             tier=tier.name,
         )
+
+
+def _check_plan(tier: Tier, manifest: Manifest) -> None:
+    """Read the plan that a manifest names: it may have been stored long ago, for another checkpoint."""
+    path, step = paths.plan(manifest.plan_digest), manifest.commit.step
+    try:
+        data = tier.get(path, limit_bytes=manifest.plan_size_bytes)
+        agreement.check_bytes(
+            data, manifest.plan_size_bytes, manifest.plan_digest, path=path, step=step, what="the plan"
+        )
+    except FileNotFoundError as exc:
+        raise ManifestError("the plan that the manifest names is missing", path=path, step=step) from exc
+    except IntegrityError as exc:
+        raise ManifestError(
+            f"the plan that the manifest names is damaged: {exc.message}", path=path, step=step
+        ) from exc
 
 
 def withdraw(tier: Tier, commit: CommitId, *, clock: Clock = SYSTEM_CLOCK) -> bool:
@@ -267,45 +277,36 @@ def withdraw(tier: Tier, commit: CommitId, *, clock: Clock = SYSTEM_CLOCK) -> bo
     try:
         if all(entry.name != paths.MANIFEST for entry in tier.list(paths.checkpoint_dir(commit))):
             return True
-        _lay_tombstone(tier, commit, commit.incarnation, "its commit failed half way", clock)
+        bury(tier, commit, incarnation=commit.incarnation, reason="its commit failed half way", clock=clock)
         newer = newer_incarnation(tier, commit.incarnation)
         return newer is None or not _lists(tier, newer, commit)
     except StorageError:
         return False
 
 
-def adopt(tier: Tier, commit: CommitId, manifest: bytes, *, as_incarnation: int) -> None:
-    """Commit what a dead incarnation had staged completely, before a new one is opened; otherwise as `publish`.
-
-    Args:
-        tier: Where the run directory is.
-        commit: The checkpoint.
-        manifest: The manifest's bytes.
-        as_incarnation: The newest incarnation that was seen when settling began.
-    """
-    check_newest(tier, as_incarnation)
-    path = f"{paths.checkpoint_dir(commit)}/{paths.MANIFEST}"
-    if records.decode_manifest(manifest, path=path).commit != commit:
-        raise ManifestError("is the manifest of another checkpoint", path=path, step=commit.step)
-    _put_new(tier, path, manifest, step=commit.step)
-
-
 def put_plan(tier: Tier, digest: str, data: bytes) -> None:
-    """Store a plan under its digest, once; durable when it returns.
+    """Store a plan under its digest; durable when it returns. One that is there and damaged is replaced.
 
     Raises:
-        ManifestError: The bytes do not have the digest, or other bytes lie under it and cannot be replaced.
+        ManifestError: The bytes do not have the digest.
+        StorageError: The tier failed.
     """
     path = paths.plan(digest)
     if document.digest(data) != digest:
         raise ManifestError("the plan's bytes do not have the digest", path=path)
     try:
         tier.put(path, data, exclusive=True)
+        return
     except FileExistsError:
-        if _holds(tier, path, data):
-            tier.sync_tree(paths.PLANS)  # whoever made it may have died before its entry was durable
-        else:
-            tier.put(path, data)
+        pass
+    try:
+        whole = _holds(tier, path, data)
+    except StorageError:
+        whole = False  # what cannot be read is as good as damaged
+    if whole:
+        tier.sync_tree(paths.PLANS)  # whoever made it may have died before its entry was durable
+    else:
+        tier.put(path, data)
 
 
 def uncommit(
@@ -338,9 +339,30 @@ def uncommit(
     for commit in sorted(commit for commit, view in seen.listing.attempts.items() if view.has_manifest):
         if commit.step != step:
             continue
-        _lay_tombstone(tier, commit, incarnation, reason, clock)
+        bury(tier, commit, incarnation=incarnation, reason=reason, clock=clock)
         done.append(commit)
     return done
+
+
+def bury(tier: Tier, commit: CommitId, *, incarnation: int, reason: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Un-commit one attempt by a tombstone, whether it has a manifest or may still get one. No byte is deleted.
+
+    For attempts that do not count: those that failed, and those that a newer one of their step has replaced (which must be
+    durable itself). Whoever takes away a step uses `uncommit`.
+
+    Args:
+        tier: Where the run directory is.
+        commit: The attempt.
+        incarnation: Who decides; void where a newer incarnation lists the checkpoint.
+        reason: Why, for people.
+        clock: Time, for the record.
+    """
+    stone = Tombstone(commit=commit, incarnation=incarnation, created_s=clock.wall(), reason=reason)
+    path = f"{paths.checkpoint_dir(commit)}/{paths.tombstone(incarnation)}"
+    try:
+        tier.put(path, records.encode_tombstone(stone), exclusive=True)
+    except FileExistsError:
+        tier.sync_tree(paths.checkpoint_dir(commit))
 
 
 def put_pin(tier: Tier, step: int, *, note: str = "", clock: Clock = SYSTEM_CLOCK) -> None:
@@ -386,7 +408,7 @@ def _read_again(tier: Tier, record: Incarnation, seen: Listing, clock: Clock, *,
         raced = [stone for stone in older if not _was_void(seen, stone, commit, first)]
         if raced:
             reason = f"was being deleted by incarnation {raced[0].incarnation} when this one was opened"
-            _lay_tombstone(tier, commit, record.number, reason, clock)
+            bury(tier, commit, incarnation=record.number, reason=reason, clock=clock)
             withdrawn.append(commit)
         elif len(older) == len(view.tombstones):
             accepted.append(commit)
@@ -397,15 +419,6 @@ def _was_void(seen: Listing, stone: Tombstone, commit: CommitId, before: int) ->
     """Whether the tombstone had no force already before incarnation `before`: nothing is being deleted then."""
     earlier = {number: found for number, found in seen.incarnations.items() if number < before}
     return belief.is_void(replace(seen, incarnations=earlier), stone, commit)
-
-
-def _lay_tombstone(tier: Tier, commit: CommitId, incarnation: int, reason: str, clock: Clock) -> None:
-    stone = Tombstone(commit=commit, incarnation=incarnation, created_s=clock.wall(), reason=reason)
-    path = f"{paths.checkpoint_dir(commit)}/{paths.tombstone(incarnation)}"
-    try:
-        tier.put(path, records.encode_tombstone(stone), exclusive=True)
-    except FileExistsError:
-        tier.sync_tree(paths.checkpoint_dir(commit))
 
 
 def _lists(tier: Tier, incarnation: int, commit: CommitId) -> bool:

@@ -18,6 +18,7 @@ from safehold.config import Config
 from safehold.errors import ConfigurationError, TornFileError
 from safehold.events import EventStream
 from safehold.format import crc, objects_file, paths, records
+from safehold.format.names import numbered
 from safehold.pipeline import agreement, ledger, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.policy import belief
@@ -77,13 +78,35 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
     opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
     notes = list(report.notes)
     if opened.withdrawn:
-        steps = ", ".join(str(commit.step) for commit in opened.withdrawn)
-        notes.append(f"steps {steps} were being deleted by an older incarnation and are not used")
+        steps = numbered("step", [commit.step for commit in opened.withdrawn])
+        notes.append(f"not used: {steps}, which an older incarnation was deleting")
     return {
         "run_id": opened.record.run_id,
         "incarnation": opened.record.number,
         "steps": sorted({commit.step for commit in opened.accepted}),
         "notes": notes,
+    }
+
+
+def known(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+    """Say what an incarnation has here, to an agent that came in the place of one that died.
+
+    Returns:
+        `steps`: those that are committed. `commits`: this incarnation's own checkpoints among them; they are durable now.
+        `left`: its attempts without a manifest.
+    """
+    incarnation = arguments["incarnation"]
+    ledger.check_newest(tier, incarnation)
+    listing = Catalog(tier).listing()
+    believed = belief.believed(listing)
+    own = [commit for commit in believed if commit.incarnation == incarnation]
+    for commit in own:  # seen is not durable: whoever made it may have died before
+        tier.sync_tree(paths.checkpoint_dir(commit))
+    left = [c for c, view in listing.attempts.items() if c.incarnation == incarnation and not view.has_manifest]
+    return {
+        "steps": sorted({commit.step for commit in believed}),
+        "commits": [_wire(commit) for commit in own],
+        "left": [_wire(commit) for commit in sorted(left)],
     }
 
 
@@ -188,12 +211,14 @@ def quarantine(tier: Tier, config: Config, arguments: dict[str, Any], events: Ev
 
 
 def retire(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
-    """Apply the keep rule after a commit."""
+    """Apply the keep rule after a commit, and let go of attempts that failed or were replaced; see `sweep.retire`."""
     swept = sweep.retire(
         tier,
         keep_from_wire(arguments["keep"]),
         incarnation=arguments["incarnation"],
         grace_s=config.delete_grace_s,
+        acknowledged={_commit(entry) for entry in arguments["acknowledged"]},
+        given_up={_commit(entry) for entry in arguments["given_up"]},
     )
     return {
         "uncommitted": [_wire(commit) for commit in swept.uncommitted],
@@ -224,6 +249,7 @@ def make_room(tier: Tier, config: Config, arguments: dict[str, Any], events: Eve
             needed_bytes,
             keep=keep_from_wire(arguments["keep"]),
             incarnation=arguments["incarnation"],
+            given_up={_commit(entry) for entry in arguments["given_up"]},
         )
 
     room = ask(needed)
@@ -236,6 +262,7 @@ def make_room(tier: Tier, config: Config, arguments: dict[str, Any], events: Eve
 
 OPERATIONS: dict[str, Operation] = {
     "open_run": open_run,
+    "known": known,
     "plan": store_plan,
     "record": record,
     "publish": publish,

@@ -1,8 +1,9 @@
 """Reads what one rank needs of a checkpoint into its live tensors, verified block by block.
 
-Invariants: no byte reaches a tensor before the checksum of its block was compared; partial reads verify the blocks they touch and no
-more. A source that fails is replaced by the next (memory, then flash) for the same bytes. Reads are large and in file order; what several
-ranks of a node need goes through the page cache, so that storage is read once. Every read has a stall deadline.
+Invariants: no byte reaches a tensor before the checksum of its block was compared, here, or for memory by its agent after the last process
+that could write to it had ended; partial reads verify the blocks they touch and no more. A source that fails is replaced by the next
+(memory, then flash) for the same bytes. Reads are large and in file order; what several ranks of a node need goes through the page
+cache, so that storage is read once. Every read has a stall deadline.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class Source(Protocol):
     """Where a pack's bytes can be had."""
 
     name: str
+    verified: bool
 
     def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
         """Return `size_bytes` bytes from `offset` of the pack, in `buffer` or in memory of the source's own."""
@@ -51,12 +53,13 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """A pack in an arena of this node."""
+    """A pack in an arena of this node; `verified` if its agent has compared it with its checksums."""
 
     name = "memory"
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, *, verified: bool = False) -> None:
         self._view = view
+        self.verified = verified
 
     def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
         """See `Source`; nothing is copied."""
@@ -71,6 +74,7 @@ class FlashSource:
 
     def __init__(self, tier: Tier, path: str, *, shared: bool) -> None:
         self.name = tier.name
+        self.verified = False
         self._tier, self._path, self._shared = tier, path, shared
         self._reader: PackReader | None = None
         self._lock = threading.Lock()
@@ -143,6 +147,7 @@ class Reading:
         shared: Whether other ranks of this node read the same bytes.
         in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
             verified, by no more threads than the rank has cores.
+        verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
     """
 
     def __init__(
@@ -157,17 +162,18 @@ class Reading:
         stall_s: float,
         shared: bool = False,
         in_memory: bool = False,
+        verified: Collection[int] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tier, self._checkpoint = tier, checkpoint
         self._rank, self._memory = rank, memory
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
-        self._shared = shared
+        self._shared, self._verified = shared, frozenset(verified)
         self._packs = checkpoint.packs()
         self._crcs: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
         self._sources: dict[tuple[int, int], list[Any]] = {}
         self._views = [view for entry in destinations for _, view in entry.leaf.pieces]
-        self._chunk_bytes = MEMORY_CHUNK_BYTES if in_memory else CHUNK_BYTES
+        self._chunk_bytes = MEMORY_CHUNK_BYTES if in_memory and not self._verified else CHUNK_BYTES
         self._chunks = self._plan(destinations)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -196,17 +202,13 @@ class Reading:
             threading.Thread(target=self._work, name=f"restore-{number}", daemon=True)
             for number in range(min(self._num_threads, len(self._chunks)))
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(min(0.5, max(0.01, self._stall_s / 4)))
-                if self._progress is not None:
-                    self._progress(self._done_bytes, self.total_bytes)
-                if thread.is_alive() and time.monotonic() - self._moved_at > self._stall_s:
-                    text = f"no byte arrived for {self._stall_s:g} s"
-                    self._fail(DeadlineError(text, path=self._tier.url, tier=self._tier.name))
-                    self._raise_stalled()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                self._wait_for(thread)
+        except BaseException as exc:
+            self._raise_idle(exc)
         for source in [source for sources in self._sources.values() for source in sources]:
             if isinstance(source, FlashSource):
                 source.close()
@@ -217,14 +219,26 @@ class Reading:
         self.figures.seconds = time.monotonic() - started
         return self.figures
 
+    def _wait_for(self, thread: threading.Thread) -> None:
+        while thread.is_alive():
+            thread.join(min(0.5, max(0.01, self._stall_s / 4)))
+            if self._progress is not None:
+                self._progress(self._done_bytes, self.total_bytes)
+            if thread.is_alive() and time.monotonic() - self._moved_at > self._stall_s:
+                text = f"no byte arrived for {self._stall_s:g} s"
+                raise DeadlineError(text, path=self._tier.url, tier=self._tier.name)
+
     def _fail(self, exc: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or exc
 
-    def _raise_stalled(self) -> None:
-        """Raise what went wrong, once no thread writes to the user's memory any more; none will begin to."""
+    def _raise_idle(self, exc: BaseException) -> NoReturn:
+        """Give up (stalled, or Ctrl-C), once no thread writes to the user's memory any more; none will begin to."""
+        self._fail(exc)
         with self._lock:
             self._idle.wait_for(lambda: not self._num_applying)
+        if not isinstance(exc, Exception):
+            raise exc
         assert self._failure is not None
         raise self._failure
 
@@ -291,7 +305,8 @@ class Reading:
         for source in self._sources_of(chunk.rank, chunk.pack):
             try:
                 data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
-                self._verify(chunk, data)
+                if not source.verified:
+                    self._verify(chunk, data)
             except (IntegrityError, StorageError) as exc:
                 last = exc
                 with self._lock:
@@ -331,7 +346,7 @@ class Reading:
                 found = []
                 held = self._memory(rank)
                 if held is not None and pack < len(held):
-                    found.append(MemorySource(held[pack]))
+                    found.append(MemorySource(held[pack], verified=rank in self._verified))
                 path = self._checkpoint.pack_path(rank, pack)
                 found.append(FlashSource(self._tier, path, shared=self._shared))
                 self._sources[rank, pack] = found

@@ -23,6 +23,7 @@ from safehold.errors import (
     TornFileError,
 )
 from safehold.format import document, paths, records
+from safehold.format.names import counted
 from safehold.format.records import Incarnation, Pin, Quarantine, RunInfo, Tombstone
 from safehold.pipeline import agreement
 from safehold.policy import belief
@@ -145,7 +146,7 @@ class _Look:
             )
         if run is not None and numbers and not known and not damaged:
             raise ManifestError(
-                f"says run {run.run_id}, and all {len(numbers)} incarnations here belong to another run",
+                f"says run {run.run_id}, and none of the {counted(len(numbers), 'incarnation')} here belongs to it",
                 path=paths.RUN_JSON,
                 hint="it was copied from another run directory; delete it: the incarnations say which run this is",
             )

@@ -61,13 +61,13 @@ class StageItem:
     name: str = "a tensor"
 
 
-def translate(exc: BaseException, name: str) -> CheckpointError:
-    """Return the error that tells a user that the leaf `name` could not be staged."""
-    if isinstance(exc, UnsupportedStateError):
+def translate(exc: BaseException, name: str | None = None) -> CheckpointError:
+    """Return the error that tells a user that the leaf `name` could not be staged; None: what it is of was said, or is not known."""
+    if isinstance(exc, UnsupportedStateError) and name is not None:
         return UnsupportedStateError(f"{name}: {exc.message}", hint=exc.hint)
     if isinstance(exc, CheckpointError):
         return exc
-    error = CommitError(f"staging {name} failed: {exc or type(exc).__name__}")
+    error = CommitError(f"staging {name or 'the state'} failed: {exc or type(exc).__name__}")
     error.__cause__ = exc
     return error
 
@@ -179,7 +179,7 @@ class Work:
                 self._copy(batch)
                 self.collect(0.0)
             except Exception as exc:
-                self.fail(translate(exc, "the state"))
+                self.fail(translate(exc))
             finally:
                 with self.condition:
                     self._num_busy -= 1

@@ -20,6 +20,7 @@ from typing import Any
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.errors import CheckpointError, CommitError, ConfigurationError, DeadlineError
 from safehold.events import EventStream
+from safehold.format.names import counted
 from safehold.host.device import Device
 from safehold.host.memfd import Mapping
 from safehold.pipeline.optimizer_hooks import hook_optimizers
@@ -94,7 +95,7 @@ class Ticket:
             elif work.error is None:
                 threading.Thread(target=self._beside, name="safehold-stage").start()
         except Exception as exc:
-            self._fail(translate(exc, "the state"))
+            self._fail(translate(exc))
         finally:
             self._pause_s += self._stager.clock.monotonic() - self._begun_s
             if work.error is not None:
@@ -122,7 +123,7 @@ class Ticket:
                 raise DeadlineError("a copy beside training did not end")
             self._complete()
         except Exception as exc:
-            self._fail(translate(exc, "the state"))
+            self._fail(translate(exc))
 
     def _close(self) -> None:
         """Once all copies are queued: take the blocks again, and the mark behind which the optimizer may change
@@ -187,7 +188,7 @@ class Ticket:
             if self._closed:
                 work.copier.hold(self._last_mark)
         except Exception as exc:
-            self._fail(translate(exc, "the state"))
+            self._fail(translate(exc))
         finally:
             with work.condition:
                 self._pause_s += self._stager.clock.monotonic() - begun_s
@@ -205,7 +206,9 @@ class Ticket:
         with self._work.condition:
             if not self._work.condition.wait_for(lambda: self._settled, deadline_s):
                 left = sum(len(batch) for batch in self._work.later)
-                raise DeadlineError(f"staging did not end within {deadline_s:.1f} s; {left} pieces are not copied yet")
+                raise DeadlineError(
+                    f"staging did not end within {deadline_s:.1f} s; {counted(left, 'piece')} not copied yet"
+                )
         if self._work.error is not None:
             raise self._work.error
         return StageFigures(

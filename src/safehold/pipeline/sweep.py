@@ -94,10 +94,15 @@ def retire(
     incarnation: int,
     grace_s: float,
     leased: Collection[CommitId] = (),
+    acknowledged: Collection[CommitId] | None = None,
+    given_up: Collection[CommitId] = (),
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Swept:
-    """Apply a keep rule: un-commit what it does not name, delete the bytes of what was un-committed a grace time ago.
+    """Apply a keep rule, and let go of attempts that do not count: first un-committed, their bytes deleted a grace time later.
+
+    Those are, besides what the rule does not name, attempts that a newer one of the same step has replaced, once that one is
+    found whole, and attempts of this incarnation that were given up.
 
     Args:
         tier: Where the run directory is.
@@ -105,11 +110,15 @@ def retire(
         incarnation: Who does it; only the newest may.
         grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
         leased: Checkpoints that are being read or replicated.
+        acknowledged: Attempts of this incarnation that were told to be committed. Others may be visible already and withdrawn
+            yet, so nothing goes on their account, and they do not go. None: all that are there.
+        given_up: Attempts of this incarnation that failed and that nobody works at any more. One that got its manifest all the
+            same is a checkpoint as any other.
         dry_run: Only say what would go.
         clock: Time, for tombstones and their age.
 
     Returns:
-        What went. Where the newest checkpoint that stays is not whole, nothing is un-committed and `problem` says why.
+        What went. Where the newest checkpoint that stays is not whole, the rule un-commits nothing and `problem` says why.
 
     Raises:
         SupersededError: A newer incarnation owns the run.
@@ -118,21 +127,54 @@ def retire(
     ledger.check_newest(tier, incarnation)
     catalog = Catalog(tier, clock=clock)
     seen = catalog.snapshot()
-    facts = facts_of(catalog.commits(seen), leased=leased)
+
+    def counts(commit: CommitId) -> bool:
+        return acknowledged is None or commit.incarnation < incarnation or commit in acknowledged
+
+    facts = facts_of((view for view in catalog.commits(seen) if counts(view.commit)), leased=leased)
     doomed = retention.to_delete(facts, keep)
     problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
     if problem is not None:
         doomed = []
-    for commit in doomed:
-        if not dry_run:
+    replaced = _replaced(catalog, seen, [f.commit for f in facts if f.commit not in doomed], leased)
+    failed = _failed(seen, given_up, incarnation)
+    if not dry_run:
+        for commit in doomed:
             _uncommit(tier, commit, incarnation, "retention", seen, clock)
-    if doomed and not dry_run:
-        seen = catalog.snapshot()
+        for commit, by in replaced.items():
+            tier.sync_tree(paths.checkpoint_dir(by))  # seen is not durable: a power cut must not take both
+            _bury(tier, commit, incarnation, "a newer attempt at the step has replaced it", clock)
+        for commit in failed:
+            _bury(tier, commit, incarnation, "it was given up", clock)
+        seen = catalog.snapshot() if doomed or replaced or failed else seen
     now_s = clock.wall()
     due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=now_s, grace_s=grace_s)
     stones = [commit for commit in due if seen.listing.attempts[commit].tombstones]
     deleted, freed = _delete_all(tier, seen, stones, incarnation, dry_run=dry_run)
-    return Swept(uncommitted=tuple(doomed), deleted=deleted, freed_bytes=freed, problem=problem)
+    if not dry_run:
+        _remove_empty_steps(tier, seen)
+    uncommitted = tuple(sorted({*doomed, *replaced}))
+    return Swept(uncommitted=uncommitted, deleted=deleted, freed_bytes=freed, problem=problem)
+
+
+def _replaced(
+    catalog: Catalog, seen: Snapshot, newest: Iterable[CommitId], leased: Collection[CommitId]
+) -> dict[CommitId, CommitId]:
+    """Return the attempts that a newer one of their step hides, and by which: one of `newest`, found whole."""
+    by_step = {commit.step: commit for commit in newest}
+    hidden: dict[CommitId, list[CommitId]] = {}
+    for commit in belief.shadowed(seen.listing):
+        if commit.step in by_step and commit not in leased:
+            hidden.setdefault(by_step[commit.step], []).append(commit)
+    whole = [by for by in hidden if by not in seen.quarantined and _what_is_wrong(catalog, seen, by) is None]
+    return {commit: by for by in sorted(whole) for commit in sorted(hidden[by])}
+
+
+def _failed(seen: Snapshot, given_up: Collection[CommitId], incarnation: int) -> list[CommitId]:
+    """Attempts of the own incarnation that were given up, are still there, and have no manifest."""
+    there = seen.listing.attempts
+    own = (commit for commit in given_up if commit.incarnation == incarnation and commit in there)
+    return sorted(commit for commit in own if not there[commit].has_manifest and not there[commit].tombstones)
 
 
 def sweep(
@@ -211,11 +253,12 @@ def make_room(
     incarnation: int,
     live: Collection[CommitId] | None = None,
     leased: Collection[CommitId] = (),
+    given_up: Collection[CommitId] = (),
     clock: Clock = SYSTEM_CLOCK,
 ) -> Room:
     """Free space for a save that does not fit.
 
-    First debris goes, and what was un-committed, its grace time notwithstanding; then, oldest first and only as far as
+    First debris goes, and what was given up or un-committed, its grace time notwithstanding; then, oldest first and only as far as
     needed, what the keep rule would let go once the new save is committed. The newest good checkpoint always stays, and
     so do pinned ones.
 
@@ -226,6 +269,7 @@ def make_room(
         incarnation: Who does it; only the newest may.
         live: See `sweep`; the attempt that needs the room is among them.
         leased: See `retire`.
+        given_up: See `retire`.
         clock: Time.
 
     Raises:
@@ -235,6 +279,7 @@ def make_room(
     ledger.check_newest(tier, incarnation)
     if _fits(tier, needed_bytes):
         return Room(needed_bytes=needed_bytes, free_bytes=tier.free_bytes(), swept=Swept())
+    failed, freed = _delete_given_up(tier, given_up, incarnation, clock)
     swept = sweep(tier, incarnation=incarnation, live=live, grace_s=0.0, set_aside=True, clock=clock)
     catalog = Catalog(tier, clock=clock)
     seen = catalog.snapshot()
@@ -246,7 +291,7 @@ def make_room(
     doomed = [commit for commit in retention.to_delete([*facts, coming], keep) if commit != _newest_good(facts)]
     problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
     uncommitted: list[CommitId] = []
-    deleted, freed = list(swept.deleted), swept.freed_bytes
+    deleted, freed = [*failed, *swept.deleted], freed + swept.freed_bytes
     for commit in doomed if problem is None else ():
         if _fits(tier, needed_bytes):
             break
@@ -266,6 +311,20 @@ def make_room(
             problem=problem,
         ),
     )
+
+
+def _delete_given_up(
+    tier: Tier, given_up: Collection[CommitId], incarnation: int, clock: Clock
+) -> tuple[tuple[CommitId, ...], int]:
+    """Delete attempts that were given up without waiting; a tombstone comes first, where there is room for one."""
+    seen = Catalog(tier, clock=clock).snapshot()
+    failed = _failed(seen, given_up, incarnation)
+    for commit in failed:
+        try:
+            _bury(tier, commit, incarnation, "it was given up", clock)
+        except StorageFullError:
+            break  # a manifest that comes late cannot be written either
+    return _delete_all(tier, seen, failed, incarnation, dry_run=False)
 
 
 def delete_bytes(tier: Tier, commits: Iterable[CommitId], *, incarnation: int) -> tuple[tuple[CommitId, ...], int]:
@@ -288,6 +347,11 @@ def _uncommit(
 ) -> list[CommitId]:
     ledger.check_newest(tier, incarnation)
     return ledger.uncommit(tier, commit.step, incarnation=incarnation, reason=reason, snapshot=seen, clock=clock)
+
+
+def _bury(tier: Tier, commit: CommitId, incarnation: int, reason: str, clock: Clock) -> None:
+    ledger.check_newest(tier, incarnation)
+    ledger.bury(tier, commit, incarnation=incarnation, reason=reason, clock=clock)
 
 
 def _uncommit_for_room(tier: Tier, commit: CommitId, incarnation: int, seen: Snapshot, clock: Clock) -> list[CommitId]:
@@ -331,8 +395,13 @@ def _check_newest_good(
     newest = _newest_good(f for f in facts if f.commit not in doomed)
     if newest is None:
         return IntegrityError("no checkpoint that stays is free of a quarantine record")
+    return _what_is_wrong(catalog, seen, newest)
+
+
+def _what_is_wrong(catalog: Catalog, seen: Snapshot, commit: CommitId) -> CheckpointError | None:
+    """Verify the documents of a checkpoint, and that its files are there with their sizes."""
     try:
-        checkpoint = catalog.load(newest, run_id=seen.run.run_id if seen.run is not None else None)
+        checkpoint = catalog.load(commit, run_id=seen.run.run_id if seen.run is not None else None)
         catalog.check_files(checkpoint)
     except IntegrityError as exc:
         return exc

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from safehold.errors import StepNotFoundError, SupersededError
 from safehold.format.records import Incarnation, Tombstone
 from safehold.types import CommitId
 
@@ -106,15 +105,6 @@ def shadowed(listing: Listing) -> list[CommitId]:
     return [commit for commit in _valid(listing) if commit not in top]
 
 
-def doubtful(listing: Listing) -> list[CommitId]:
-    """Return believed commits that an older incarnation had tombstoned before the newest listed them.
-
-    Their bytes may have been taken away in between: whoever just created the newest incarnation verifies these
-    before relying on them.
-    """
-    return [commit for commit in believed(listing) if listing.attempts[commit].tombstones]
-
-
 def accepted_for_new(
     listing: Listing, up_to_step: int | None = None, exclude: Collection[CommitId] = ()
 ) -> list[CommitId]:
@@ -130,45 +120,6 @@ def accepted_for_new(
         if commit not in exclude and (up_to_step is None or commit.step <= up_to_step):
             top.setdefault(commit.step, commit)
     return list(top.values())
-
-
-def choose(listing: Listing, step: int | None = None, exclude: Collection[CommitId] = ()) -> CommitId | None:
-    """Return the checkpoint to restore: the newest, or that of `step`; None if the run has no commit at all.
-
-    Raises:
-        StepNotFoundError: `step` was asked for and is not there, or all there is was excluded.
-    """
-    found = believed(listing)
-    if not found and step is None:
-        return None
-    usable = [commit for commit in found if commit not in exclude and step in (None, commit.step)]
-    if usable:
-        return usable[0]
-    have = ", ".join(str(commit.step) for commit in found[:8]) or "none"
-    raise StepNotFoundError(
-        "no checkpoint that could be used" if step is None else "no such checkpoint",
-        step=step,
-        hint=f"committed steps: {have}{', ...' if len(found) > 8 else ''}",
-    )
-
-
-def check_newest(listing: Listing, own_incarnation: int) -> None:
-    """Refuse to go on for a process whose incarnation is not the newest.
-
-    Raises:
-        SupersededError: A newer incarnation exists.
-    """
-    newest = listing.newest
-    if newest is not None and newest > own_incarnation:
-        raise SupersededError(
-            f"incarnation {own_incarnation} of this run was superseded by incarnation {newest}",
-            hint="another job started in this run directory; stop this one, or give it a directory of its own",
-        )
-
-
-def deletable(listing: Listing, commit: CommitId, *, own_incarnation: int) -> bool:
-    """Say whether a process may tombstone a commit: its incarnation is the newest and the commit exists."""
-    return listing.newest == own_incarnation and commit in _valid(listing)
 
 
 def debris(

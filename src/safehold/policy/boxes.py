@@ -12,9 +12,9 @@ import numpy.typing as npt
 from safehold.types import Rect
 
 Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 MAX_CELLS = 1 << 22
+MAX_GRID_DIMS = 10
 
 
 def describe(rect: Rect) -> str:
@@ -66,7 +66,9 @@ def resolve(box: Rect, lo: Int64, hi: Int64) -> tuple[list[tuple[int, Rect]], li
 
 
 def grid(lo: Int64, hi: Int64, end: Int64) -> tuple[list[Int64], Int64, Int64] | None:
-    """Compress coordinates: borders along each dim, and boxes counted in cells between; None for too many cells."""
+    """Compress coordinates: borders along each dim, and boxes counted in cells between; None for too many cells or dims."""
+    if lo.shape[1] > MAX_GRID_DIMS:
+        return None  # a cell has two to the power of that many corners
     borders, first, last, cells = [], [], [], 1
     for dim in range(lo.shape[1]):
         edges = np.unique(np.concatenate([lo[:, dim], hi[:, dim], np.array([0, end[dim]], np.int64)]))

@@ -17,7 +17,7 @@ from safehold.errors import ConfigurationError
 
 _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|min|m|h|d)(?![a-z])")
-_STEPS = re.compile(r"(\d+)\s*(?:steps?)?")
+_STEPS = re.compile(r"(\d{1,15})\s*(?:steps?)?")
 MAX_STEPS = 1 << 40
 MAX_SECONDS = 366 * 86400.0
 

@@ -47,6 +47,7 @@ from safehold.policy.commit_events import (
     Publish,
     Published,
     PublishFailed,
+    RankBack,
     RankFailed,
     RankGone,
     SaveStatus,
@@ -79,6 +80,7 @@ __all__ = [
     "Publish",
     "PublishFailed",
     "Published",
+    "RankBack",
     "RankFailed",
     "RankGone",
     "SaveStatus",
@@ -155,6 +157,7 @@ class CommitMachine:
             PublishFailed: self._publish_failed,
             Cancel: self._cancel,
             RankGone: self._rank_gone,
+            RankBack: self._rank_back,
             NodeGone: self._node_gone,
             Superseded: self._on_superseded,
             Settle: self._on_settle,
@@ -253,6 +256,9 @@ class CommitMachine:
         self._gone_ranks.add(event.rank)
         for save in list(self._open.values()):
             self._abandon_if_lost(save)
+
+    def _rank_back(self, event: RankBack, now: float) -> None:
+        self._heard_of_rank(event.rank)
 
     def _node_gone(self, event: NodeGone, now: float) -> None:
         self._gone_nodes.add(event.node)

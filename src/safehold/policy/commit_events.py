@@ -160,7 +160,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class RankGone:
-    """A trainer's process ended or left. It is taken to be back when it begins another save."""
+    """A trainer's process ended or left. It is taken to be back when it says so, or begins another save."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankBack:
+    """A trainer has connected again: saves that others begin need not wait for it in vain."""
 
     rank: int
 
@@ -207,6 +214,7 @@ Event: TypeAlias = (
     | PublishFailed
     | Cancel
     | RankGone
+    | RankBack
     | NodeGone
     | Superseded
     | Tick

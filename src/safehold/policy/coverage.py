@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from safehold.errors import CoverageError
+from safehold.format.names import counted
 from safehold.format.plan import Plan
 from safehold.policy import boxes
 from safehold.types import Rect
@@ -194,7 +195,7 @@ def _uncovered(plan: Plan, missing: dict[int, list[Rect]]) -> CoverageError:
     more = f"; and {len(missing) - len(shown)} more" if len(missing) > len(shown) else ""
     noun = "leaf is" if len(missing) == 1 else "leaves are"
     return CoverageError(
-        f"{len(missing)} {noun} not written whole by the {plan.world_size} ranks together: {words}{more}",
+        f"{len(missing)} {noun} not written whole by the {counted(plan.world_size, 'rank')} together: {words}{more}",
         hint="a rank left out a shard that others count on it to write, or a declaration of shards is wrong",
     )
 

@@ -150,7 +150,7 @@ def split(shard: Shard, rect: Rect, holders: tuple[int, ...], split_bytes: int =
     start = _hash(shard.spec.name, rect.offsets) % len(holders)
     if nbytes < split_bytes or len(holders) == 1 or not rect.sizes:
         return [(rect, holders[start])]
-    num_pieces = min(len(holders), max(1, nbytes // min(MIN_PIECE_BYTES, split_bytes)))
+    num_pieces = min(len(holders), max(1, nbytes // max(1, min(MIN_PIECE_BYTES, split_bytes))))
     dim = next(
         (d for d, size in enumerate(rect.sizes) if size >= num_pieces),
         max(range(len(rect.sizes)), key=lambda d: rect.sizes[d]),

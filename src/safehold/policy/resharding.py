@@ -8,7 +8,7 @@ whole plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,9 @@ from safehold.policy import boxes
 from safehold.types import Rect
 
 Int64 = npt.NDArray[np.int64]
+
+# Below this, numbers of Python are faster than arrays.
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +44,6 @@ class Transfer:
     offset: int
     piece: Rect
     part: Rect
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One contiguous read of a pack that serves several transfers.
-
-    Attributes:
-        rank: The rank that wrote the pack.
-        pack: Which of that rank's packs.
-        start: First byte.
-        stop: Byte after the last.
-        transfers: What it serves, by start.
-    """
-
-    rank: int
-    pack: int
-    start: int
-    stop: int
-    transfers: tuple[Transfer, ...]
 
 
 class PlanIndex:
@@ -121,6 +105,8 @@ def _find(index: PlanIndex, number: int, leaf: int, rect: Rect, order: dict[int,
     """Return the transfers for one rectangle that is not empty."""
     plan, ndim = index.plan, len(rect.sizes)
     rows = index.rows(leaf)
+    if rows.stop - rows.start <= _FEW_ROWS and (only := _find_only(plan, number, rows, rect)) is not None:
+        return [only]
     first = plan.offsets[rows, :ndim]
     sizes = plan.sizes[rows, :ndim]
     want_lo = np.array(rect.offsets, np.int64)
@@ -158,6 +144,32 @@ def _find(index: PlanIndex, number: int, leaf: int, rect: Rect, order: dict[int,
     return out
 
 
+def _find_only(plan: Plan, number: int, rows: slice, rect: Rect) -> Transfer | None:
+    """Return the transfer where one piece alone has all of what is wanted and no other has any of it, as in most restores."""
+    ndim, found = len(rect.sizes), -1
+    offsets, sizes = plan.offsets[rows, :ndim].tolist(), plan.sizes[rows, :ndim].tolist()
+    for row, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if all(map(_overlap, first, size, rect.offsets, rect.sizes)):
+            if found >= 0:
+                return None
+            found = row
+    if found < 0:
+        return None
+    first, size, row = offsets[found], sizes[found], rows.start + found
+    if not all(map(_covers, first, size, rect.offsets, rect.sizes)):
+        return None
+    piece = Rect(tuple(first), tuple(size))
+    return Transfer(number, int(plan.rank[row]), int(plan.pack[row]), int(plan.offset[row]), piece, rect)
+
+
+def _overlap(first: int, size: int, wanted: int, wanted_size: int) -> bool:
+    return size > 0 and first < wanted + wanted_size and wanted < first + size
+
+
+def _covers(first: int, size: int, wanted: int, wanted_size: int) -> bool:
+    return first <= wanted and wanted + wanted_size <= first + size
+
+
 def _is_exact(lo: Int64, hi: Int64, rect: Rect) -> bool:
     """Say whether the boxes tile the rectangle without overlap: certain only where they are slices along one dim."""
     numel = int((hi - lo).prod(axis=1).sum()) if len(lo) else 0
@@ -185,48 +197,6 @@ def byte_range(transfer: Transfer, itemsize: int) -> tuple[int, int]:
         last += (start + part.sizes[dim] - 1) * stride
         stride *= piece.sizes[dim]
     return transfer.offset + first * itemsize, transfer.offset + (last + 1) * itemsize
-
-
-def group(
-    found: Sequence[Transfer],
-    itemsize: Callable[[Transfer], int],
-    *,
-    max_gap_bytes: int = 1 << 20,
-    max_read_bytes: int = 256 << 20,
-) -> list[Read]:
-    """Join transfers into few large reads, by rank, pack and position; a byte that several need is read once.
-
-    Args:
-        found: What `transfers` gave.
-        itemsize: Bytes of an item of a transfer's leaf.
-        max_gap_bytes: Unneeded bytes between two transfers that are read along rather than skipped.
-        max_read_bytes: A read is not extended beyond this; a single transfer may be larger.
-    """
-    spans = sorted(
-        ((item.rank, item.pack, *byte_range(item, itemsize(item)), place) for place, item in enumerate(found)),
-    )
-    out: list[Read] = []
-    serves: list[Transfer] = []
-    rank = pack = start = stop = -1
-
-    def close() -> None:
-        if serves:
-            out.append(Read(rank, pack, start, stop, tuple(serves)))
-
-    for at_rank, at_pack, first, last, place in spans:
-        joins = (
-            (at_rank, at_pack) == (rank, pack)
-            and first <= stop + max_gap_bytes
-            and max(last, stop) - start <= max_read_bytes
-        )
-        if not joins and not ((at_rank, at_pack) == (rank, pack) and last <= stop):
-            close()
-            serves = []
-            rank, pack, start, stop = at_rank, at_pack, first, last
-        serves.append(found[place])
-        stop = max(stop, last)
-    close()
-    return out
 
 
 def flat_to_rects(start: int, stop: int, shape: Sequence[int]) -> list[Rect]:

@@ -31,7 +31,8 @@ class Best:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if not self.metric or self.mode not in ("min", "max") or self.count < 1:
+        named = isinstance(self.metric, str) and self.metric
+        if not named or self.mode not in ("min", "max") or not _is_count(self.count):
             raise ConfigurationError(f"{self!r} does not name a metric, a mode (min or max) and a count of at least 1")
 
 
@@ -52,12 +53,24 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ConfigurationError(f"keep.last is {self.last}; at least the newest checkpoint is always kept")
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigurationError(f"keep.every_steps is {self.every_steps}; it must be at least 1")
-        if self.every_hours is not None and not (self.every_hours > 0 and math.isfinite(self.every_hours)):
-            raise ConfigurationError(f"keep.every_hours is {self.every_hours}; it must be a positive number")
+        if not _is_count(self.last):
+            raise ConfigurationError(f"keep.last is {self.last!r}; it must be a number of checkpoints, at least 1")
+        if self.every_steps is not None and not _is_count(self.every_steps):
+            raise ConfigurationError(
+                f"keep.every_steps is {self.every_steps!r}; it must be a number of steps, at least 1"
+            )
+        if self.every_hours is not None and not _is_span(self.every_hours):
+            raise ConfigurationError(f"keep.every_hours is {self.every_hours!r}; it must be a positive number of hours")
+        if self.best is not None and not isinstance(self.best, Best):
+            raise ConfigurationError(f"keep.best is {self.best!r}; it must be a safehold.Best")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_span(hours: object) -> bool:
+    return isinstance(hours, int | float) and not isinstance(hours, bool) and 1e-6 <= hours < 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

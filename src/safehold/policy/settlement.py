@@ -21,6 +21,8 @@ LeafKey: TypeAlias = TensorSpec
 MAX_RANKS = 1 << 20
 MAX_LEAVES = 1 << 24
 MAX_NDIM = 64
+MAX_MEMBERS = 1 << 24
+"""Most ranks of all groups together: bounds what reading a settlement allocates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,10 @@ def from_wire(wire: Any) -> Settlement:
         raise ValueError("a settlement has exactly groups and leaves")
     if not isinstance(wire["groups"], list) or not isinstance(wire["leaves"], list) or len(wire["leaves"]) > MAX_LEAVES:
         raise ValueError("groups and leaves of a settlement are lists")
-    groups = tuple(_group(runs) for runs in wire["groups"])
+    checked = [_checked_runs(runs) for runs in wire["groups"]]
+    if sum(sum(runs[1::2]) for runs in checked) > MAX_MEMBERS:
+        raise ValueError(f"the groups of a settlement have more than {MAX_MEMBERS} ranks together")
+    groups = tuple(_group(runs) for runs in checked)
     group_of: dict[TensorSpec, int] = {}
     names: set[str] = set()
     for row in wire["leaves"]:
@@ -117,15 +122,21 @@ def from_wire(wire: Any) -> Settlement:
     return Settlement(groups, group_of)
 
 
-def _group(runs: Any) -> tuple[int, ...]:
+def _checked_runs(runs: Any) -> list[int]:
     if not isinstance(runs, list | tuple) or len(runs) % 2 or not runs or not all(type(n) is int for n in runs):
         raise ValueError("a group is a list of (first rank, count) pairs")
-    ranks: list[int] = []
+    end = 0
     for first, count in zip(runs[::2], runs[1::2], strict=True):
-        if first < 0 or count < 1 or first + count > MAX_RANKS or (ranks and first <= ranks[-1]):
+        if first < end or count < 1 or first + count > MAX_RANKS:
             raise ValueError(f"bad run of ranks ({first}, {count}) in a group")
-        ranks.extend(range(first, first + count))
-    return tuple(ranks)
+        end = first + count
+    return list(runs)
+
+
+def _group(runs: list[int]) -> tuple[int, ...]:
+    return tuple(
+        rank for first, count in zip(runs[::2], runs[1::2], strict=True) for rank in range(first, first + count)
+    )
 
 
 def _leaf(row: Any, num_groups: int) -> tuple[TensorSpec, int]:

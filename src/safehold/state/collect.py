@@ -8,7 +8,7 @@ of their own.
 
 Tied tensors (equal memory keys, dtype, shape and rectangles) are one leaf; its name is the first of theirs in sorted
 order, the others are aliases. Tensors that `state_dict()` of some object gave are tied to the rest of the state, never
-the other way round.
+the other way round. The classes of objects with `state_dict` are objects under the root of the random states, too.
 
 Invariants: nothing here calls a collective, steps an optimizer, changes the state, or waits for a device, except for
 device tensors inside `PerRank`, extra state, and sets. Objects are read now, in the caller's thread.
@@ -16,12 +16,15 @@ device tensors inside `PerRank`, extra state, and sets. Objects are read now, in
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from safehold.errors import ConfigurationError, StateMismatchError
 from safehold.state import param_groups
 from safehold.state.cache import BindingCache, ObjectSource, Static, StaticNode
+from safehold.state.class_names import classes_in
 from safehold.state.declare import Sharded
 from safehold.state.leaves import Leaves, ObjectLeaf, TensorLeaf
 from safehold.state.protocols import NamedObject, Path, Subtree, TensorBinding, Watch
@@ -33,6 +36,13 @@ from safehold.state.values import to_plain
 from safehold.types import ObjectSpec, TensorSpec
 
 __all__ = ["BindingCache", "collect"]
+
+
+def preload() -> None:
+    """Import what a state of a framework that is loaded will need, so that the first walk does not have to."""
+    if "torch" in sys.modules:
+        importlib.import_module("safehold.state.optimizers")
+        importlib.import_module("safehold.state.dtensors")
 
 
 def collect(
@@ -222,6 +232,9 @@ def _objects(tree: Tree, static: Static, random_states: bool) -> list[ObjectLeaf
     for source in static.objects:
         spec = ObjectSpec(name=source.name, policy=source.entries[0].policy)
         found.append(ObjectLeaf(spec=spec, value=to_plain(_read(source.entries, source.name), name=source.name)))
+    for name, kind in classes_in(tree).items():
+        # Only says what the object was; where ranks have different ones, the lowest's is as good as any.
+        found.append(ObjectLeaf(spec=ObjectSpec(name=name, policy="first"), value=kind))
     for name, value in (read_random_states() if random_states else {}).items():
         spec = ObjectSpec(name=name, policy="derive")
         found.append(ObjectLeaf(spec=spec, value=to_plain(value, name=name)))

@@ -24,6 +24,9 @@ from safehold.state.protocols import TensorBinding
 from safehold.state.torch_tensors import dtype_name, memory_key, plain_tensor, refuse
 from safehold.types import Holders, Rect
 
+_PLACES_KEPT = 4096
+_places: dict[Any, tuple[tuple[Ranges, ...] | None, Holders]] = {}
+
 Cut: TypeAlias = tuple[int, int]
 """How one mesh axis cuts: (tensor dim, split factor, 1 for a plain `Shard`); (-1, 0) where it replicates."""
 
@@ -44,17 +47,15 @@ def spec_pieces(spec: Any, local: torch.Tensor, *, owner: Any, name: str, guard:
         name: Only for errors.
         guard: Passed on into the binding.
     """
-    shape = tuple(int(size) for size in spec.shape)
-    dims = local_ranges(spec, tuple(local.shape), name)
-    holders = holders_of(spec, name)
+    shape, local_shape = tuple(spec.shape), tuple(local.shape)
+    dims, holders = _place_of(spec, shape, local_shape, name)
     view = local.detach()
     pieces: tuple[tuple[Rect, Any], ...] = ()
     if dims is not None and 0 in shape:
         pieces = ((Rect.whole(shape), view.new_empty(shape)),)
         holders = Holders(ranks=mesh_ranks(spec.mesh))
-    elif dims is not None and local.numel():
-        pairs = boxes(Rect.whole(tuple(local.shape)), dims)
-        pieces = tuple((outer, narrowed(view, inner)) for inner, outer in pairs)
+    elif dims is not None and 0 not in local_shape:
+        pieces = tuple((outer, narrowed(view, inner)) for inner, outer in _boxes(local_shape, dims))
     key = memory_key(local, owner)
     if key[0] >= 0:
         # A local tensor that is also saved as a plain tensor is not tied to the DTensor: their shapes differ.
@@ -68,6 +69,27 @@ def spec_pieces(spec: Any, local: torch.Tensor, *, owner: Any, name: str, guard:
         live=local,
         guard=guard,
     )
+
+
+def _place_of(
+    spec: Any, shape: tuple[int, ...], local_shape: tuple[int, ...], name: str
+) -> tuple[tuple[Ranges, ...] | None, Holders]:
+    """Return `local_ranges` and `holders_of`, which are the same for all the tensors of a model that are cut alike."""
+    coordinate = spec.mesh.get_coordinate()
+    # Placements of different types can be equal in older torch, hence the types in the key. The rank: see `_replicas`.
+    place = None if coordinate is None else (*coordinate, torch.distributed.get_rank())
+    key = (spec.mesh, place, tuple(map(type, spec.placements)), tuple(spec.placements), shape, local_shape)
+    found = _places.get(key)
+    if found is None:
+        if len(_places) >= _PLACES_KEPT:
+            _places.clear()
+        found = _places[key] = (local_ranges(spec, local_shape, name), holders_of(spec, name))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _boxes(local_shape: tuple[int, ...], dims: tuple[Ranges, ...]) -> tuple[tuple[Rect, Rect], ...]:
+    return tuple(boxes(Rect.whole(local_shape), dims))
 
 
 def _guard(tensor: Any) -> Any:

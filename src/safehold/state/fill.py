@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from safehold.format import dtypes
+from safehold.host.direct_io import aligned_buffer
 
 
 class Target:
@@ -95,6 +96,4 @@ def host_buffer(size_bytes: int, views: Sequence[Any]) -> memoryview:
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    import mmap
-
-    return memoryview(mmap.mmap(-1, size_bytes))
+    return aligned_buffer(size_bytes)

@@ -6,6 +6,7 @@ carries is read when the save is called, in the trainer's thread. No storage, no
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -105,8 +106,8 @@ class RestoreOptions:
     """How forgiving a restore is.
 
     Attributes:
-        partial: None: strict both ways. True: missing and unexpected leaves are left out and listed. A sequence of glob patterns over
-            FQNs: only the leaves that match may be missing or unexpected.
+        partial: None: strict both ways. True: missing and unexpected leaves are left out and listed, and optimizers and objects with
+            `state_dict` may be of another class. A glob pattern over FQNs, or several: only the leaves that match may be so.
         rename: Turns a saved FQN into the template's (a dict of exact names or prefixes at component borders, or a function).
         cast: Allows another dtype in the template than in the checkpoint; values are converted.
     """
@@ -114,6 +115,17 @@ class RestoreOptions:
     partial: bool | Sequence[str] | None = None
     rename: dict[str, str] | Callable[[str], str] | None = None
     cast: bool = False
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of `partial`, none where it is no pattern."""
+        if self.partial is None or isinstance(self.partial, bool):
+            return []
+        return [self.partial] if isinstance(self.partial, str) else list(self.partial)
+
+    def may_differ(self, name: str) -> bool:
+        """Return whether a leaf of that name may be missing, unexpected, or of another class."""
+        return self.partial is True or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,30 +142,57 @@ class Destination:
 
 
 @dataclass(slots=True, kw_only=True)
+class SavedApart:
+    """A leaf of the checkpoint that is tied in the template to the leaf of a destination, and was not when it was saved.
+
+    Attributes:
+        names: The template's names of the destination and of this leaf.
+        saved: What fills the memory of both, and what has to have the same values.
+        leaf: That memory.
+    """
+
+    names: tuple[str, str]
+    saved: tuple[TensorSpec, TensorSpec]
+    leaf: TensorLeaf
+
+    @property
+    def misfit(self) -> str:
+        """What is wrong where the values differ."""
+        return (
+            f"{self.names[0]} and {self.names[1]}: one tensor in this state, two in the checkpoint, and their values "
+            "differ; untie them before the restore"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
 class RestoreBinding:
     """Everything a restore has to fill on this rank, decided before anything is overwritten.
 
     Attributes:
         destinations: Tensor leaves to read; those that the template lacked (state of an optimizer that has not stepped, tensors inside a
             stateful object) were created and are attached by `apply`.
+        apart: Leaves whose values must be those of a destination, to be compared before anything is overwritten.
         object_names: Saved names of the objects to fetch.
         missing: Template leaves that the checkpoint does not have.
         unexpected: Saved leaves that the template does not have.
         mismatched: Sentences about leaves whose shape or dtype differs.
         left_out: With `partial`, what was not restored; for the user.
-        check: Says what does not fit between the objects' values and the template (an optimizer of another class), before anything is
-            overwritten; argument as for `apply`.
+        unused: Sentences about what `rename` and `partial` say and what is of no use with this state and checkpoint.
+        check: Says what does not fit between the objects' values and the template (an optimizer or a schedule of another class), before
+            anything is overwritten; argument as for `apply`.
         apply: Puts objects into place and calls `load_state_dict`, after all tensors are in place; argument: saved object name -> decoded
             value. Random states are not touched by it.
         apply_random: Sets the random states; called last; argument as for `apply`.
     """
 
     destinations: list[Destination]
+    apart: list[SavedApart]
     object_names: list[str]
     missing: list[str]
     unexpected: list[str]
     mismatched: list[str]
     left_out: list[str]
+    unused: list[str]
     check: Callable[[dict[str, Any]], list[str]]
     apply: Callable[[dict[str, Any]], None]
     apply_random: Callable[[dict[str, Any]], None]

@@ -196,10 +196,12 @@ def groups_object(optimizer: Any, members: list[Member]) -> NamedObject:
         ]
         return {"class": type(optimizer).__name__, "groups": groups}
 
+    def other_class(saved: Any) -> list[str]:
+        here = type(optimizer).__name__
+        kind = saved.get("class", here)
+        return [] if kind == here else [f"saved from the optimizer {kind}, the state has {here}"]
+
     def check(saved: Any) -> list[str]:
-        kind = saved.get("class", type(optimizer).__name__)
-        if kind != type(optimizer).__name__:
-            return [f"saved from the optimizer {kind}, the state has {type(optimizer).__name__}"]
         try:
             param_groups.match(labels, saved)
         except StateMismatchError as exc:
@@ -213,7 +215,7 @@ def groups_object(optimizer: Any, members: list[Member]) -> NamedObject:
                 if key not in param_groups.TEMPLATE_KEYS:
                     _set_value(group, key, value)
 
-    return NamedObject(path=GROUPS, read=read, write=write, policy="groups", check=check)
+    return NamedObject(path=GROUPS, read=read, write=write, policy="groups", check=check, other_class=other_class)
 
 
 def _set_value(group: dict[str, Any], key: str, value: Any) -> None:

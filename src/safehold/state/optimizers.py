@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from safehold.format.names import join
+from safehold.format.names import counted, join
 from safehold.state.modules import ParamNames
 from safehold.state.optimizer_restore import bind_optimizer_for_restore
 from safehold.state.optimizer_state import (
@@ -70,7 +70,8 @@ def notes(optimizer: Any, prefix: Path, members: list[Member]) -> list[str]:
     unnamed = [member for member in members if not member.named]
     if unnamed:
         said.append(
-            f"{name}: {len(unnamed)} parameters belong to no saved module; their state is named by group and position"
+            f"{name}: {counted(len(unnamed), 'parameter')} without a saved module; state of such is named by group and "
+            "position"
         )
     cls = type(optimizer)
     if overrides_state_dict(optimizer):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from safehold.errors import StateMismatchError
+from safehold.format.names import counted
 
 TEMPLATE_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Keys that a restore leaves as the optimizer has them: they say how it computes on this machine, not what."""
@@ -100,8 +101,8 @@ def match(groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> list[dic
 def _match_by_position(groups: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Any]:
     if len(groups) != len(saved):
         raise StateMismatchError(
-            f"the optimizer has {len(groups)} parameter groups, the checkpoint has {len(saved)}, and no parameter has "
-            "the same name in both"
+            f"the optimizer has {counted(len(groups), 'parameter group')}, the checkpoint has {len(saved)}, and no "
+            "parameter has the same name in both"
         )
     return [dict(group["values"]) for group in saved]
 

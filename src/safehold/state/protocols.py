@@ -154,6 +154,7 @@ class NamedObject:
         policy: What happens on another world size.
         optional: If it is missing in the checkpoint, nothing is said.
         check: Says what does not fit between the restored value and the template, before anything is overwritten.
+        other_class: Says so of the class that the value was saved from, which a user may let pass.
     """
 
     path: Path
@@ -162,6 +163,7 @@ class NamedObject:
     policy: RankPolicy = "same"
     optional: bool = False
     check: Callable[[Any], list[str]] | None = None
+    other_class: Callable[[Any], list[str]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from safehold.errors import StateMismatchError
-from safehold.format.names import join, split
+from safehold.format.names import counted, join, split
 from safehold.state.rank_values import RankValues
 from safehold.state.tree import RESERVED_ROOT
 from safehold.state.values import from_plain
@@ -90,13 +90,13 @@ def write_random_states(values: Mapping[str, Any], *, rank: int, world_size: int
             else:
                 entry.seed(derived_seed(source, _first(value), rank=rank, world_size=world_size))
                 said.append(
-                    f"random state {source}: saved by {len(value.values)} ranks, seeded anew for rank {rank} of "
+                    f"random state {source}: saved by {counted(len(value.values), 'rank')}, seeded anew for rank {rank} of "
                     f"{world_size} from what was saved"
                 )
         except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as exc:
             raise StateMismatchError(f"{name}: the generator refused the saved state: {exc}", rank=rank) from exc
     for sentence in said:
-        log.warning("%s", sentence)
+        log.warning("safehold: %s", sentence)
     return said
 
 

@@ -7,14 +7,13 @@ unexpected only if it is so on all ranks: whoever joins the ranks' results inter
 with `state_dict`, which get the saved structure whatever theirs is; `None` and containers of plain values, which take
 whatever was saved at or below their name, tensors included (as fresh CPU tensors).
 
-Names that are one tensor in the template need only one of them in the checkpoint; if it has several that are not tied
-there (pipeline stages that each saved a copy), their values must be equal, which `apply` checks first.
+Optimizers and objects with `state_dict` are of the class that was saved, by its name; `partial` lets another one in.
 
-What `apply` does, in this order: optimizer state attached; objects of modules and optimizers (extra state, groups)
-written; plain values put into the user's containers; `PerRank` values; `load_state_dict` of other objects in the order
-of the state. Containers are filled in place (`state["step"]` is assigned, a dict or list of plain values keeps its
-identity); tuples are rebuilt inside the nearest dict or list. A read-only or expanded tensor is replaced there by a new
-one.
+Names that are one tensor in the template need only one of them in the checkpoint; if it has several that are not tied
+there (pipeline stages that each saved a copy), one fills it, and the pipelines compare the others with that one before
+(`RestoreBinding.apart`).
+
+What is done once all tensors are filled: see `restore_apply`.
 
 Invariants: binding reads the template and allocates; only the destinations (by the pipelines) and `apply` change it.
 """
@@ -23,43 +22,26 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from safehold.errors import StateMismatchError
 from safehold.format.names import split
 from safehold.state import param_groups
+from safehold.state.class_names import class_of
 from safehold.state.collect import tie_key
-from safehold.state.in_place import InPlace
-from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions, SavedIndex, TensorLeaf
+from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions, SavedApart, SavedIndex, TensorLeaf
 from safehold.state.protocols import NamedObject, Path, TensorBinding
-from safehold.state.random_states import write_random_states
 from safehold.state.rank_values import RankValues
 from safehold.state.rebuild import Finish, Rebuild
-from safehold.state.saved_tree import SavedNode, SavedTree, make_rename
-from safehold.state.statefuls import is_stateful, load_state_dict_into, state_dict_of
-from safehold.state.tensor_likes import bind_tensor, can_be_filled, fresh_tensor, same_bytes
-from safehold.state.tree import (
-    BranchNode,
-    Node,
-    ObjectNode,
-    OptimizerNode,
-    PartsNode,
-    PerRankNode,
-    StatefulNode,
-    TensorNode,
-    Tree,
-    fqn,
-    is_namedtuple,
-    walk,
-)
+from safehold.state.restore_apply import Applying
+from safehold.state.saved_tree import RenameTable, SavedNode, SavedTree, make_rename
+from safehold.state.statefuls import is_stateful, state_dict_of
+from safehold.state.tensor_likes import bind_tensor, can_be_filled, fresh_tensor
+from safehold.state.tree import ObjectNode, OptimizerNode, PerRankNode, StatefulNode, TensorNode, Tree, fqn, walk
 from safehold.state.values import from_plain
 from safehold.types import ObjectSpec, TensorSpec
 
 _MAX_LISTED = 20
-
-Restored = Callable[[str], Any]
-"""Gives the restored framework value of a saved object name."""
 
 
 def bind_for_restore(
@@ -83,13 +65,15 @@ def bind_for_restore(
 
     Raises:
         UnsupportedStateError: Something in the template can be neither saved nor restored.
-        ConfigurationError: The state or the options are not as they should be.
+        ConfigurationError: The state or the options are not as they should be, or an entry of `rename` speaks of nothing.
     """
     options = options or RestoreOptions()
     tree = walk(state, ask_statefuls=False)
-    optimizer_paths = [node.path for node in tree.optimizers]
-    saved_tree = SavedTree(saved, make_rename(options.rename), optimizer_paths)
-    binder = _Binder(tree, saved_tree, saved, rank, world_size, options)
+    rename = make_rename(options.rename)
+    saved_tree = SavedTree(saved, rename, [node.path for node in tree.optimizers])
+    if isinstance(rename, RenameTable):
+        rename.check((*saved.tensors, *saved.objects), state)
+    binder = _Binder(tree, saved_tree, saved, rank, world_size, options, rename)
     binder.bind()
     binding = binder.result()
     if random_states:
@@ -101,19 +85,20 @@ def bind_for_restore(
 
 
 def mismatch_error(
-    missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+    missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str], unused: Sequence[str] = ()
 ) -> StateMismatchError | None:
-    """Return one error that lists everything that does not fit, None if all fits."""
+    """Return one error that lists everything that does not fit, None if all fits; what is `unused` may be why."""
     if not (missing or unexpected or mismatched):
         return None
     lines = ["checkpoint and state do not fit, nothing was overwritten:"]
     lines += _listed("missing in the checkpoint", missing)
     lines += _listed("in the checkpoint, not in this state", unexpected)
     lines += _listed("different", mismatched)
+    lines += _listed("of no use", unused)
     return StateMismatchError(
         "\n  ".join(lines),
-        hint="rename= says what is called otherwise, partial= what may be absent, cast=True allows other dtypes; "
-        "shapes have to agree",
+        hint="rename= says what is called otherwise, partial= what may be absent or of another class, cast=True allows "
+        "other dtypes; shapes have to agree",
     )
 
 
@@ -126,23 +111,27 @@ def _listed(title: str, entries: Sequence[str]) -> list[str]:
 
 class _Binder:
     def __init__(
-        self, tree: Tree, saved: SavedTree, index: SavedIndex, rank: int, world_size: int, options: RestoreOptions
+        self,
+        tree: Tree,
+        saved: SavedTree,
+        index: SavedIndex,
+        rank: int,
+        world_size: int,
+        options: RestoreOptions,
+        rename: Callable[[Path], Path],
     ) -> None:
         self._tree, self._saved, self._rank, self._options = tree, saved, rank, options
-        self._world_size = world_size
-        self._aliases = index.aliases
-        self._compared: list[tuple[str, str, TensorBinding, TensorBinding]] = []
+        self._index, self._rename = index, rename
         self._tensors: list[tuple[Path, TensorBinding, SavedNode | None]] = []
         self._fetched: dict[str, None] = {}
         self._claimed: set[int] = set()
         self._missing: list[str] = []
         self._mismatched: list[str] = []
         self._destinations: list[Destination] = []
-        self._replaced: dict[int, Any] = {}
-        self._planned: dict[int, Finish] = {}
-        self._attach: list[Callable[[], None]] = []
-        self._writes: list[tuple[NamedObject, str]] = []
-        self._rename = make_rename(options.rename)
+        self._apart: list[SavedApart] = []
+        self._classes: list[tuple[str, str, str]] = []
+        self._owners: dict[str, str] = {}
+        self._applying = Applying(tree=tree, rank=rank, world_size=world_size, rename_groups=self._renamed_groups)
 
     def bind(self) -> None:
         """Look up every leaf of the template."""
@@ -152,9 +141,7 @@ class _Binder:
         for node in self._tree.objects:
             self._bind_object(node)
         for holder in self._tree.per_rank:
-            found = self._object_end(holder.path, optional=False)
-            if found is not None:
-                self._planned[id(holder)] = _fetch(found)
+            self._bind_per_rank(holder)
         for stateful in self._tree.statefuls:
             self._bind_stateful(stateful)
         self._resolve_tensors()
@@ -167,25 +154,43 @@ class _Binder:
             for end in self._saved.root.ends()
             if id(end) not in self._claimed
         )
-        left_out = [f"{name}: not in the checkpoint" for name in missing if self._may_differ(name)]
-        left_out += [f"{name}: not in this state" for name in unexpected if self._may_differ(name)]
+        may_differ = self._options.may_differ
+        left_out = [f"{name}: not in the checkpoint" for name in missing if may_differ(name)]
+        left_out += [f"{name}: not in this state" for name in unexpected if may_differ(name)]
         return RestoreBinding(
             destinations=sorted(self._destinations, key=lambda entry: entry.leaf.spec.name),
+            apart=self._apart,
             object_names=sorted(self._fetched),
-            missing=[name for name in missing if not self._may_differ(name)],
-            unexpected=[name for name in unexpected if not self._may_differ(name)],
+            missing=[name for name in missing if not may_differ(name)],
+            unexpected=[name for name in unexpected if not may_differ(name)],
             mismatched=sorted(self._mismatched),
             left_out=left_out,
+            unused=[*self._done_renames(), *self._unmatched(missing)],
             check=self._check,
-            apply=self._apply,
-            apply_random=self._apply_random,
+            apply=self._applying.apply,
+            apply_random=self._applying.apply_random,
         )
 
-    def _may_differ(self, name: str) -> bool:
-        partial = self._options.partial
-        if partial is None or isinstance(partial, bool):
-            return bool(partial)
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in partial)
+    def _unmatched(self, missing: Sequence[str]) -> list[str]:
+        patterns = self._options.patterns
+        if not patterns:
+            return []
+        tree = self._tree
+        paths = [path for path, _, _ in self._tensors]
+        paths += [node.path for node in tree.objects]
+        paths += [node.path for node in tree.per_rank]
+        paths += [node.path for node in tree.statefuls]
+        paths += [node.path for node in tree.optimizers]
+        names = {*self._index.tensors, *self._index.objects, *missing, *map(fqn, paths)}
+        useless = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+        return [
+            f"partial= {pattern!r}: matches no leaf of this state, and none of the checkpoint" for pattern in useless
+        ]
+
+    def _done_renames(self) -> list[str]:
+        if not isinstance(self._rename, RenameTable):
+            return []
+        return [f"rename= {old!r}: not in the checkpoint, which has its new name already" for old in self._rename.done]
 
     # Tensors.
 
@@ -195,7 +200,7 @@ class _Binder:
         if not can_be_filled(node.value):
             fresh = fresh_tensor(binding.dtype, binding.shape, binding.kind)
             binding = bind_tensor(fresh, name=name, rank=self._rank)
-            self._replaced[id(node)] = fresh
+            self._applying.replaced[id(node)] = fresh
         self._tensors.append((node.path, binding, self._saved.find(node.path)))
 
     def _resolve_tensors(self) -> None:
@@ -214,19 +219,16 @@ class _Binder:
             for name, binding, node in present:
                 if self._fits(name, binding, node) and node.tensor is not None:
                     saved = node.tensor.name
-                    sources.setdefault(self._aliases.get(saved, saved), (name, binding, node.tensor))
+                    sources.setdefault(self._index.aliases.get(saved, saved), (name, binding, node.tensor))
             self._fill(list(sources.values()))
 
     def _fill(self, sources: list[tuple[str, TensorBinding, TensorSpec]]) -> None:
-        """Make the destination of one memory; what else was saved for it is read beside it and compared in `apply`."""
-        for number, (name, binding, spec) in enumerate(sources):
-            if number == 0:
-                self._destinations.append(Destination(saved=spec, leaf=_leaf(name, binding)))
-                continue
-            pieces = tuple((rect, fresh_tensor(binding.dtype, rect.sizes, binding.kind)) for rect, _ in binding.pieces)
-            beside = replace(binding, pieces=pieces, memory=())
-            self._destinations.append(Destination(saved=spec, leaf=_leaf(name, beside)))
-            self._compared.append((sources[0][0], name, binding, beside))
+        """Make the destination of one memory; what else was saved for it is compared with what fills it."""
+        for name, binding, spec in sources[:1]:
+            self._destinations.append(Destination(saved=spec, leaf=_leaf(name, binding)))
+        for name, binding, spec in sources[1:]:
+            first, _, filling = sources[0]
+            self._apart.append(SavedApart(names=(first, name), saved=(filling, spec), leaf=_leaf(first, binding)))
 
     def _fits(self, name: str, binding: TensorBinding, node: SavedNode) -> bool:
         self._claimed.add(id(node))
@@ -277,13 +279,15 @@ class _Binder:
         self._bind_writes(node.path, restore.objects)
         self._missing += [fqn((*node.path, *path)) for path in restore.missing]
         self._mismatched += restore.mismatched
-        self._attach.append(restore.attach)
+        self._applying.attach.append(restore.attach)
 
     def _bind_writes(self, prefix: Path, entries: Sequence[NamedObject]) -> None:
         for entry in entries:
             spec = self._object_end((*prefix, *entry.path), optional=entry.optional)
             if spec is not None:
-                self._writes.append((entry, spec.name))
+                self._applying.writes.append((entry, spec.name))
+                self._applying.plain.append(spec.name)
+                self._owners[spec.name] = fqn(prefix)
 
     # Objects.
 
@@ -308,9 +312,26 @@ class _Binder:
             self._object_end(node.path, optional=False)
         elif found.object is not None:
             self._object_end(node.path, optional=False)
-            self._planned[id(node)] = _fetch(found.object)
+            self._applying.planned[id(node)] = _fetch(found.object)
+            self._applying.plain.append(found.object.name)
         else:
             self._rebuild(node, found, node.value)
+
+    def _bind_per_rank(self, node: PerRankNode) -> None:
+        found = self._object_end(node.path, optional=False)
+        if found is None:
+            return
+        self._applying.planned[id(node)] = _fetch(found)
+        value = node.holder.value
+        if is_stateful(value) and not isinstance(value, type):
+            self._compare_class(node.path, value)
+
+    def _compare_class(self, path: Path, value: Any) -> None:
+        """Have the class of an object with `state_dict` compared with the saved one, where that was saved."""
+        saved = self._saved.class_names.get(path)
+        if saved is not None:
+            self._fetched[saved] = None
+            self._classes.append((fqn(path), saved, class_of(value)))
 
     def _bind_stateful(self, node: StatefulNode) -> None:
         found = self._saved.find(node.path)
@@ -321,123 +342,41 @@ class _Binder:
         # its workers to answer.
         asked = any(end.tensor for end in found.ends()) and not hasattr(node.stateful, "__iter__")
         given = state_dict_of(node.stateful, name=fqn(node.path)) if asked else None
+        self._compare_class(node.path, node.stateful)
         self._rebuild(node, found, given)
 
     def _rebuild(self, node: ObjectNode | StatefulNode, found: SavedNode, template: Any) -> None:
         rebuild = Rebuild(self._rank)
-        self._planned[id(node)] = rebuild.plan(found, template)
+        self._applying.planned[id(node)] = rebuild.plan(found, template)
+        self._applying.plain += rebuild.objects
         self._claimed |= {id(end) for end in rebuild.ends}
         self._fetched.update(dict.fromkeys(rebuild.objects))
         self._tensors += [(end.path, binding, end) for end, binding in rebuild.tensors]
 
-    # Applying.
-
-    def _apply(self, values: dict[str, Any]) -> None:
-        def restored(name: str) -> Any:
-            if name not in values:
-                raise StateMismatchError(f"{name}: the restore was given no value for it", rank=self._rank)
-            value = values[name]
-            if isinstance(value, RankValues):
-                return _one_of(name, value, self._rank)
-            return from_plain(value)
-
-        for first, second, filled, beside in self._compared:
-            if not same_bytes(filled, beside):
-                raise StateMismatchError(
-                    f"{first} and {second}: one tensor in this state, two in the checkpoint, and their values differ",
-                    rank=self._rank,
-                    hint="untie them before the restore; the state has been partly restored, do not train on it",
-                )
-        for attach in self._attach:
-            attach()
-        for module in self._tree.modules:
-            _after_restore(module.module)
-        for entry, name in self._writes:
-            entry.write(self._renamed_groups(entry, restored(name)))
-        in_place = InPlace()
-        self._place(self._tree.root, restored, in_place)
-        for holder in self._tree.per_rank:
-            finish = self._planned.get(id(holder))
-            if finish is not None:
-                self._apply_per_rank(holder, finish(values.__getitem__), in_place)
-        for stateful in self._tree.statefuls:
-            finish = self._planned.get(id(stateful))
-            if finish is not None:
-                load_state_dict_into(stateful.stateful, finish(restored), name=fqn(stateful.path))
-
     def _check(self, values: dict[str, Any]) -> list[str]:
-        """Say what does not fit of objects that modules and optimizers take."""
-        if self._options.partial is True:
-            return []
-        found = []
-        for entry, name in self._writes:
-            if entry.check is not None and name in values and not isinstance(values[name], RankValues):
-                said = entry.check(self._renamed_groups(entry, from_plain(values[name])))
-                found += [f"{name}: {text}" for text in said if not self._may_differ(name)]
+        """Say what does not fit between values and template: classes, parameter groups, what no value can be made of."""
+        found = self._applying.check(values)
+        for entry, name in self._applying.writes:
+            if name not in values or isinstance(values[name], RankValues):
+                continue
+            value = self._renamed_groups(entry, from_plain(values[name]))
+            if entry.check is not None:
+                found += [f"{name}: {text}" for text in entry.check(value)]
+            if entry.other_class is not None and not self._may_be_another(name, self._owners[name]):
+                found += [f"{name}: {text}" for text in entry.other_class(value)]
+        for name, saved, here in self._classes:
+            if values.get(saved, here) != here and not self._may_be_another(name):
+                found.append(f"{name}: saved from the class {values[saved]}, the state has the class {here}")
         return sorted(found)
+
+    def _may_be_another(self, *names: str) -> bool:
+        return any(map(self._options.may_differ, names))
 
     def _renamed_groups(self, entry: NamedObject, value: Any) -> Any:
         """Rename the parameters inside parameter groups as the leaves were."""
         if entry.policy != "groups" or self._options.rename is None:
             return value
         return param_groups.rename(value, lambda name: fqn(self._rename(split(name))))
-
-    def _place(self, node: Node, restored: Restored, in_place: InPlace) -> Any:
-        """Put restored values at and below `node`; returns what its parent should hold."""
-        if isinstance(node, BranchNode):
-            return self._place_branch(node, restored, in_place)
-        if isinstance(node, PartsNode):
-            for part in node.parts:
-                self._place(part, restored, in_place)
-            return node.declaration
-        if isinstance(node, TensorNode):
-            return self._replaced.get(id(node), node.value)
-        if isinstance(node, ObjectNode):
-            finish = self._planned.get(id(node))
-            return node.value if finish is None else in_place.put(node.value, finish(restored))
-        return None
-
-    def _place_branch(self, node: BranchNode, restored: Restored, in_place: InPlace) -> Any:
-        container = node.container
-        members = [(key, child, self._place(child, restored, in_place)) for key, child in node.children]
-        changed = [(key, new) for key, child, new in members if isinstance(child, _PLACED)]
-        if isinstance(container, dict | list):
-            for key, new in changed:
-                if container[key] is not new:
-                    container[key] = new
-            return container
-        fields = list(container)
-        positions = {key: at for at, (key, _, _) in enumerate(members)}
-        for key, new in changed:
-            fields[positions[key]] = new
-        if all(new is old for new, old in zip(fields, container, strict=True)):
-            return container
-        return type(container)._make(fields) if is_namedtuple(container) else tuple(fields)
-
-    def _apply_per_rank(self, node: PerRankNode, value: Any, in_place: InPlace) -> None:
-        holder, name = node.holder, fqn(node.path)
-        if isinstance(value, RankValues):
-            given = [from_plain(value.values[saved]) for saved in sorted(value.values)]
-            value = _from_all(holder.policy, holder.how, given, name=name, rank=self._rank, world_size=self._world_size)
-        else:
-            value = from_plain(value)
-        if is_stateful(holder.value) and not isinstance(holder.value, type):
-            load_state_dict_into(holder.value, value, name=name)
-        else:
-            holder.value = in_place.put(holder.value, value)
-
-    def _apply_random(self, values: dict[str, Any]) -> None:
-        write_random_states(values, rank=self._rank, world_size=self._world_size)
-
-
-_PLACED = (BranchNode, ObjectNode, TensorNode)
-"""Nodes whose place in the parent may get another value; everything else is filled where it is."""
-
-
-def _after_restore(module: Any) -> None:
-    from safehold.state.modules import after_restore
-
-    after_restore(module)
 
 
 def _fetch(spec: ObjectSpec) -> Finish:
@@ -459,28 +398,3 @@ def _can_cast(saved: str, wanted: str) -> bool:
     if saved.startswith("numpy:") or wanted.startswith("numpy:"):
         return False
     return wanted.startswith("complex") or not saved.startswith("complex")
-
-
-def _one_of(name: str, value: RankValues, rank: int) -> Any:
-    if value.equal:
-        return from_plain(value.values[min(value.values)])
-    raise StateMismatchError(
-        f"{name}: was saved as PerRank by another number of ranks and differed between them",
-        rank=rank,
-        hint="declare it with safehold.PerRank and the same policy in the state that is restored",
-    )
-
-
-def _from_all(
-    policy: str, how: Callable[..., Any] | None, given: list[Any], *, name: str, rank: int, world_size: int
-) -> Any:
-    if how is None:
-        raise StateMismatchError(
-            f"{name}: was saved as PerRank with a function by another number of ranks; here its policy is {policy}",
-            rank=rank,
-            hint="declare it with the policy derive or merge and a function `how`",
-        )
-    try:
-        return how(given, rank, world_size) if policy == "derive" else how(given)
-    except Exception as exc:
-        raise StateMismatchError(f"{name}: the function of PerRank failed: {exc!r}", rank=rank) from exc

@@ -19,6 +19,8 @@ from safehold.state.protocols import TensorBinding
 from safehold.state.values import torch_dtype
 from safehold.types import Holders, Rect
 
+Pieces = tuple[tuple[Rect, Any], ...]
+
 
 def bind_tensor(value: Any, *, name: str, rank: int) -> TensorBinding:
     """Bind a torch tensor, a NumPy array or a `Sharded` to this rank's memory.
@@ -66,9 +68,9 @@ def fresh_tensor(dtype: str, shape: tuple[int, ...], kind: str) -> Any:
     return torch.empty(shape, dtype=torch_dtype(dtype))
 
 
-def same_bytes(one: TensorBinding, other: TensorBinding) -> bool:
-    """Return whether two bindings with the same pieces hold the same bytes; copies device tensors to the host."""
-    return all(_bytes(a) == _bytes(b) for (_, a), (_, b) in zip(one.pieces, other.pieces, strict=True))
+def same_bytes(one: Pieces, other: Pieces) -> bool:
+    """Return whether pieces of the same rectangles hold the same bytes; copies device tensors to the host."""
+    return all(_bytes(a) == _bytes(b) for (_, a), (_, b) in zip(one, other, strict=True))
 
 
 def _bytes(view: Any) -> bytes:

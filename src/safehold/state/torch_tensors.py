@@ -115,17 +115,17 @@ def memory_key(local: torch.Tensor, owner: Any) -> tuple[int, ...]:
     """Return the identity of a plain tensor's memory; of an empty one that of `owner`."""
     if local.numel() == 0:
         return (-1, id(owner))
-    device = local.device
-    kind = _DEVICES.setdefault(device.type, len(_DEVICES))
-    # The stride of a dim of size 1 says nothing about the memory.
-    strides = (stride if size != 1 else 0 for size, stride in zip(local.shape, local.stride(), strict=True))
+    device, shape = local.device, tuple(local.shape)
+    strides: tuple[Any, ...] = local.stride()
+    if 1 in shape:  # the stride of such a dim says nothing about the memory
+        strides = tuple(stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True))
     return (
-        kind,
+        _DEVICES.setdefault(device.type, len(_DEVICES)),
         -1 if device.index is None else device.index,
         local.untyped_storage().data_ptr(),
-        local.storage_offset(),
+        int(local.storage_offset()),
         _ORDINALS[local.dtype],
-        *local.shape,
+        *shape,
         *strides,
     )
 

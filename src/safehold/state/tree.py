@@ -17,11 +17,12 @@ from typing import Any, Final, TypeAlias
 
 from safehold.errors import ConfigurationError, UnsupportedStateError
 from safehold.format.names import Component, ListIndex, TupleIndex, display, join
+from safehold.format.objects import MAX_DEPTH
 from safehold.state import numpy_arrays
 from safehold.state.declare import Parts, PerRank, Sharded
 from safehold.state.protocols import Path
 from safehold.state.statefuls import is_stateful, state_dict_of
-from safehold.state.values import ATOMS, MAX_DEPTH, only_atoms
+from safehold.state.values import ATOMS, only_atoms
 
 RESERVED_ROOT: Final = "__safehold__"
 """First component of what safehold itself puts into a checkpoint (random states); no key of the user's dict."""

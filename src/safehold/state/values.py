@@ -25,14 +25,11 @@ from typing import Any, Final
 import numpy as np
 
 from safehold.errors import UnsupportedStateError
-from safehold.format.objects import ArrayValue, TorchThing
+from safehold.format.objects import MAX_DEPTH, ArrayValue, TorchThing
 from safehold.state import numpy_arrays
 
 MAX_TENSOR_BYTES: Final = 64 << 20
 """Largest tensor or array inside an object leaf; larger ones belong into tensor leaves."""
-
-MAX_DEPTH: Final = 200
-"""Deepest nesting of an object leaf."""
 
 TAG: Final = "__safehold__"
 

@@ -167,6 +167,10 @@ class FakeDevice:
         """See `Device`."""
         return 1
 
+    def numa_node(self) -> int | None:
+        """See `Device`."""
+        return None
+
 
 class FakeCopier:
     """Queues copies on the copying stream of a `FakeDevice`; NumPy arrays are host memory and are copied at once."""

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 STALE_RETRY_S = 5.0
 MAX_TREE_DEPTH = 64
+MAKE_TRIALS = 4
 _CANNOT_LINK = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _CANNOT_RENAME = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -378,6 +379,15 @@ class FlashTier:
                 self.disk.make_root()
                 self._root_made = True
         parts = components(directory)
+        for trial in range(MAKE_TRIALS):
+            try:
+                self._make_missing(parts)
+                return
+            except FileNotFoundError:  # one above was empty, and somebody swept it meanwhile
+                if trial == MAKE_TRIALS - 1:
+                    raise
+
+    def _make_missing(self, parts: Sequence[str]) -> None:
         for count in range(len(parts), -1, -1):  # from below: usually all are there
             if count == 0 or self._is_directory("/".join(parts[:count])):
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from safehold.errors import CheckpointError, StorageError, TornFileError, from_os_error
@@ -129,14 +129,7 @@ class FlashPackWriter:
 
     def _close(self) -> None:
         self._closed = True
-        first: OSError | None = None
-        for file in self._files:
-            try:
-                file.close()
-            except OSError as exc:
-                first = first or exc
-        if first is not None:
-            raise first
+        _close_all(self._files)
 
     @contextmanager
     def _noting_failure(self, doing: str) -> Iterator[None]:
@@ -206,8 +199,19 @@ class FlashPackReader:
         if self._closed:
             return
         self._closed = True
-        for file in self._files:
-            try:
-                file.close()
-            except OSError as exc:
-                raise StorageError(f"closing a pack failed: {exc}", tier=self._tier, path=self._path) from exc
+        try:
+            _close_all(self._files)
+        except OSError as exc:
+            raise StorageError(f"closing a pack failed: {exc}", tier=self._tier, path=self._path) from exc
+
+
+def _close_all(files: Sequence[DiskFile]) -> None:
+    """Close all, and only then raise the first failure."""
+    first: OSError | None = None
+    for file in files:
+        try:
+            file.close()
+        except OSError as exc:
+            first = first or exc
+    if first is not None:
+        raise first

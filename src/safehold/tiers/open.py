@@ -35,7 +35,10 @@ def local_path(url_or_path: str | os.PathLike[str]) -> str:
         )
     if scheme != "file":
         raise ConfigurationError(f"unknown kind of place {scheme}://", path=text, hint="use a path or a file:// URL")
-    parts = urllib.parse.urlsplit(text)
+    try:
+        parts = urllib.parse.urlsplit(text)
+    except ValueError as exc:
+        raise ConfigurationError(f"no URL: {exc}", path=text, hint="write file:///a/path") from exc
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise ConfigurationError("a file:// URL has no host, query or fragment", path=text, hint="write file:///a/path")
     path = urllib.parse.unquote(parts.path)

@@ -42,6 +42,7 @@ class ArenaWriter:
         self._run, self._config = run, config
         self._lock = threading.Lock()
         self._device: Device | None = None
+        self._numa_node: int | None = None
         self._stager: Stager | None = None
         self._written: tuple[str, Mapping] | None = None
         self._open: tuple[Ticket, SaveHandle] | None = None
@@ -55,12 +56,12 @@ class ArenaWriter:
     def map(self, reply: m.Granted | m.Prepared, fds: list[int]) -> Mapping:
         """Map the arena that the agent gave, unless it is mapped already; takes the descriptors."""
         with self._lock:
-            return map_arena(self._run, reply.arena_id, fds)
+            return map_arena(self._run, reply.arena_id, reply.arena_bytes, fds)
 
     def prepare(self, reply: m.Prepared, fds: list[int], leaves: Leaves) -> None:
         """Get an arena's pages into this process, and pinned."""
         with self._lock:
-            arena = self._preparing = map_arena(self._run, reply.arena_id, fds)
+            arena = self._preparing = map_arena(self._run, reply.arena_id, reply.arena_bytes, fds)
         try:
             populate(arena)
             self._device_for(leaves).prepare_host(arena)
@@ -111,6 +112,13 @@ class ArenaWriter:
         if self._device is None:
             self._device = open_device([view for leaf in leaves.tensors for _, view in leaf.pieces])
         return self._device
+
+    def numa_node(self, leaves: Leaves) -> int:
+        """Return the NUMA node that this rank's arena should be on, or -1."""
+        if self._numa_node is None:
+            found = self._device_for(leaves).numa_node()
+            self._numa_node = -1 if found is None else found
+        return self._numa_node
 
     def _stager_for(self, leaves: Leaves, arena: Mapping) -> Stager:
         self._let_go(now=True)

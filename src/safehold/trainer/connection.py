@@ -83,32 +83,33 @@ def open_run(
         CheckpointError: The same on all ranks.
     """
     exchange = Exchange(membership, "open", config.start_timeout_s)
-    rank = membership.rank
-    facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(config.to_wire())}
-    gathered = exchange.gather("rank", facts)
-    world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership)))
-    slot = _slot(exchange, world, rank, url, config)
-    client = AgentClient(
-        url=url,
-        slot=slot,
-        rank=rank,
-        config=config,
-        keep=keep,
-        every_seconds=every_seconds,
-        notify=notify,
-        lost=lost,
-    )
-    error: CheckpointError | None = None
-    try:
-        client.connect(world, config.start_timeout_s)
-    except CheckpointError as exc:
-        error = exc
-    try:
-        exchange.agree("connected", error)
-        return _join(exchange, client, world, config)
-    except BaseException:
-        client.close(linger=True)
-        raise
+    with exchange.telling():
+        rank = membership.rank
+        facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(config.to_wire())}
+        gathered = exchange.gather("rank", facts)
+        world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership)))
+        slot = _slot(exchange, world, rank, url, config)
+        client = AgentClient(
+            url=url,
+            slot=slot,
+            rank=rank,
+            config=config,
+            keep=keep,
+            every_seconds=every_seconds,
+            notify=notify,
+            lost=lost,
+        )
+        error: CheckpointError | None = None
+        try:
+            client.connect(world, config.start_timeout_s)
+        except CheckpointError as exc:
+            error = exc
+        try:
+            exchange.agree("connected", error)
+            return _join(exchange, client, world, config)
+        except BaseException:
+            client.close(linger=True)
+            raise
 
 
 def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> Run:
@@ -201,7 +202,7 @@ class Reconnector:
             self._run.client.reconnect(self._config.start_timeout_s)
 
 
-def map_arena(run: Run, arena_id: int, fds: list[int]) -> Mapping:
+def map_arena(run: Run, arena_id: int, arena_bytes: int, fds: list[int]) -> Mapping:
     """Return the mapping of an arena, whose descriptor is in `fds`; one that is mapped already is not mapped again.
 
     Raises:
@@ -217,7 +218,8 @@ def map_arena(run: Run, arena_id: int, fds: list[int]) -> Mapping:
             return found
         if not fds:
             raise AgentUnavailableError("the agent sent no arena", rank=run.client.rank)
-        mapping = Mapping(fds[0])
+        mapping = Mapping(fds[0], arena_bytes)
+        mapping.keep_from_children()
         if any(other > arena_id for other in run.arenas):  # ids count up: what speaks of it is late
             run.retired.append(mapping)
             return mapping

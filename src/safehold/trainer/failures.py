@@ -1,8 +1,8 @@
 """Collects the failures of the background, so that none is silent and none kills training by itself.
 
 Invariants: a failure is raised once, at the next call, by policy; with `warn`, and where safehold mends the cause itself (an agent that
-died), it is logged, counted, and raised only when too many came in a row. The first cause is what the user sees. Skipped saves are no
-failures.
+died), it is logged, counted, and raised only when too many came in a row. The first cause is what the user sees. What will be raised is
+no warning in the log as well, so that nobody reads it twice. Skipped saves are no failures.
 """
 
 from __future__ import annotations
@@ -11,9 +11,23 @@ import logging
 import threading
 
 from safehold.config import Config
-from safehold.errors import AgentUnavailableError, CheckpointError, SkippedError, SupersededError
+from safehold.errors import (
+    AgentUnavailableError,
+    CheckpointError,
+    SkippedError,
+    StateMismatchError,
+    SupersededError,
+    from_interrupt,
+)
 
 log = logging.getLogger("safehold")
+
+
+def interrupted(exc: BaseException, step: int, rank: int) -> CheckpointError:
+    """Return what the other ranks are told of something foreign that ended a save of this one."""
+    if not isinstance(exc, Exception):
+        return from_interrupt(exc, rank=rank, step=step)
+    return StateMismatchError(f"the save was interrupted: {type(exc).__name__}: {exc}", step=step, rank=rank)
 
 
 class Failures:
@@ -41,8 +55,8 @@ class Failures:
             return too_many
         return True
 
-    def add(self, error: CheckpointError) -> None:
-        """A save failed."""
+    def add(self, error: CheckpointError, *, raised: bool = False) -> None:
+        """A save failed; `raised`: the caller raises what the user has to know of it."""
         if isinstance(error, SkippedError):
             log.warning("safehold: %s", error)
             return
@@ -52,9 +66,10 @@ class Failures:
             self.num_failed += 1
             self.num_in_row += 1
             # The first that the user has to know of; what safehold mends itself does not hide what it cannot.
-            if self._pending is None or (not self.raises(self._pending) and self.raises(error)):
+            if not raised and (self._pending is None or (not self.raises(self._pending) and self.raises(error))):
                 self._pending = error
-        log.warning("safehold: a save failed: %s", error)
+            told = raised or error is self._superseded or (error is self._pending and self.raises(error))
+        log.log(logging.INFO if told else logging.WARNING, "safehold: a save failed: %s", error)
 
     def superseded(self, error: SupersededError) -> None:
         """Another incarnation owns the run: every call raises that from here on, whether a save was in flight or not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +28,12 @@ from safehold.errors import (
 from safehold.events import EventStream
 from safehold.format import paths
 from safehold.host.memfd import Mapping
-from safehold.pipeline.catalog import Catalog
+from safehold.pipeline.apart import differing
+from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.direct_load import saved_index
 from safehold.pipeline.restore import Reading, RestoreFigures
 from safehold.pipeline.stored_objects import StoredObjects
-from safehold.state.leaves import RestoreBinding, RestoreOptions
+from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
 from safehold.trainer.connection import Reconnector, Run
@@ -64,6 +65,10 @@ class RestoreReport:
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        read = f"{self.bytes / 1e9:.3f} GB read by this rank"
+        return f"restored step {self.step} from {self.source} in {self.seconds:.3f} s ({read})"
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -71,6 +76,7 @@ class _Attempt:
 
     offer: m.RestoreOffer
     touched: bool = False
+    unused: list[str] = field(default_factory=list)
     memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
 
 
@@ -108,13 +114,14 @@ class Restorer:
     def restore(self, state: Any, step: int | None, options: RestoreOptions) -> RestoreReport | None:
         """Restore; None only if the run has no commit at all. See `Checkpointer.restore`."""
         started = time.perf_counter()
-        touched = False
+        touched, told = False, list[str]()
         while True:
             self._reconnector.ensure()
             offer, _ = self._run.client.request(
                 m.RestoreAsk(0, step), m.RestoreOffer, self._config.restore_timeout_s, "what to restore"
             )
-            for text in offer.skipped:
+            for text in [text for text in offer.skipped if text not in told]:
+                told.append(text)  # the next offer says it again
                 log.warning("safehold: %s", text)
             if offer.step is None:
                 return None
@@ -125,6 +132,10 @@ class Restorer:
             except CheckpointError as exc:
                 if attempt.touched and "state was" not in exc.message:
                     exc.message += "; the state was partly overwritten"
+                raise
+            except BaseException as exc:
+                if attempt.touched:
+                    exc.add_note("safehold: the state was partly overwritten")
                 raise
             finally:
                 for mapping, views in attempt.memory.values():
@@ -155,7 +166,7 @@ class Restorer:
                 mismatched=binding.mismatched,
             )
         )
-        if not self._goes_on(verdict):
+        if not self._goes_on(verdict, attempt.unused):
             return None
         attempt.touched = bool(binding.destinations) or attempt.touched
         try:
@@ -193,22 +204,40 @@ class Restorer:
                 options=options,
                 random_states=self._random_states,
             )
-            reading = Reading(
-                self._tier,
-                checkpoint,
-                binding.destinations,
-                rank=self._rank,
-                memory=lambda rank: self._memory(attempt, rank),
-                num_threads=self._num_threads(in_memory=bool(offer.memory)),
-                stall_s=self._config.stall_timeout_s,
-                shared=self._shares(binding) and not offer.memory,
-                in_memory=bool(offer.memory),
-                progress=self._progress,
-            )
+            shared = self._shares(binding) and not offer.memory
+            reading = self._reading(attempt, checkpoint, binding.destinations, shared=shared, progress=self._progress)
             stored = StoredObjects(self._tier, checkpoint)
             values = stored.values(binding.object_names, rank=self._rank, world_size=self._world_size)
             binding.mismatched.extend(binding.check(values))
+            binding.mismatched.extend(
+                differing(binding.apart, lambda both: self._reading(attempt, checkpoint, both, shared=shared).run())
+            )
+            attempt.unused = binding.unused
         return values, binding, reading
+
+    def _reading(
+        self,
+        attempt: _Attempt,
+        checkpoint: Checkpoint,
+        destinations: Sequence[Destination],
+        *,
+        shared: bool,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Reading:
+        in_memory = bool(attempt.offer.memory)
+        return Reading(
+            self._tier,
+            checkpoint,
+            destinations,
+            rank=self._rank,
+            memory=lambda rank: self._memory(attempt, rank),
+            num_threads=self._num_threads(in_memory=in_memory),
+            stall_s=self._config.stall_timeout_s,
+            shared=shared,
+            in_memory=in_memory,
+            verified=attempt.offer.verified,
+            progress=progress,
+        )
 
     def _num_threads(self, *, in_memory: bool) -> int:
         """Threads that read; copies from memory are bound by cores, which the ranks of the node share."""
@@ -245,7 +274,7 @@ class Restorer:
             except CheckpointError:
                 return None
             try:
-                mapping = Mapping(fds[0], writable=False)
+                mapping = Mapping(fds[0], reply.arena_bytes, writable=False)
             except (CheckpointError, IndexError):
                 return None
             finally:
@@ -280,7 +309,7 @@ class Restorer:
         with suppress(CheckpointError):
             self._vote(m.Vote(0, attempt.offer.round, phase, error.to_wire()))
 
-    def _goes_on(self, verdict: m.Verdict) -> bool:
+    def _goes_on(self, verdict: m.Verdict, unused: Sequence[str] = ()) -> bool:
         """Return True to go on, False to ask for the next offer; raises where the restore stops."""
         if verdict.incarnation:
             self._run.client.incarnation = verdict.incarnation
@@ -289,7 +318,7 @@ class Restorer:
         if verdict.outcome == "again":
             return False
         if verdict.misfit is not None:
-            error = mismatch_error(*verdict.misfit)
+            error = mismatch_error(*verdict.misfit, unused)
             raise error if error is not None else StateMismatchError("the state does not fit")
         raise from_wire(verdict.error or {"class": "IntegrityError", "message": "the restore was stopped"})
 
@@ -300,6 +329,8 @@ class Restorer:
             log.warning("safehold: not restored: %s", text)
         if len(binding.left_out) > MAX_LISTED:
             log.warning("safehold: and %d more; all are in last_restore.left_out", len(binding.left_out) - MAX_LISTED)
+        for text in binding.unused:
+            log.warning("safehold: of no use: %s", text)
         for text in figures.replaced:
             log.warning("safehold: replaced by another source: %s", text)
         assert attempt.offer.step is not None

@@ -38,7 +38,7 @@ from safehold.state.collect import BindingCache, collect
 from safehold.state.leaves import Leaves
 from safehold.trainer.arena import ArenaWriter
 from safehold.trainer.connection import Reconnector, Run
-from safehold.trainer.failures import Failures
+from safehold.trainer.failures import Failures, interrupted
 from safehold.trainer.handles import SaveHandle
 from safehold.types import TensorSpec
 
@@ -142,7 +142,7 @@ class Saver:
             hint="another job was started in this run directory; stop this one",
         )
         self._failures.superseded(error)
-        log.warning("safehold: %s", error)
+        log.info("safehold: %s", error)  # every call raises it
         for handle in self.open_handles():
             self._save_failed(handle.step, handle.attempt, error)
 
@@ -175,11 +175,11 @@ class Saver:
                 figures.get("bytes", 0.0) / 1e9 / window,
             )
 
-    def _save_failed(self, step: int, attempt: int, error: CheckpointError) -> None:
+    def _save_failed(self, step: int, attempt: int, error: CheckpointError, *, raised: bool = False) -> None:
         with self._lock:
             handle = self._open.pop((step, attempt), None)
         if handle is not None and handle._advance("failed", error=error):
-            self._failures.add(error)
+            self._failures.add(error, raised=raised)
             self._events.emit("save", "failed", step=step, rank=self._rank, error=str(error))
 
     def _take_settlement(self, reply: m.Settled) -> None:
@@ -209,7 +209,10 @@ class Saver:
     def _prepare_arena(self, leaves: Leaves, size: int) -> None:
         try:
             reply, fds = self._run.client.request(
-                m.Prepare(0, size), m.Prepared, self._config.start_timeout_s, "preparing the arena"
+                m.Prepare(0, size, self._arena.numa_node(leaves)),
+                m.Prepared,
+                self._config.start_timeout_s,
+                "preparing the arena",
             )
             self._arena.prepare(reply, fds, leaves)
         except CheckpointError as exc:
@@ -241,19 +244,19 @@ class Saver:
         except CheckpointError as exc:
             exc.step = exc.step if exc.step is not None else step
             exc.rank = exc.rank if exc.rank is not None else self._rank
-            self._give_up(handle, exc)
+            self._give_up(handle, exc, raised=isinstance(exc, StateMismatchError))
             if isinstance(exc, StateMismatchError) or self._failures.raises(exc):
                 self._failures.forget(exc)
+                self._failures.forget(handle.error)  # the same, if the agent told it first
                 raise
         except BaseException as exc:
-            error = StateMismatchError(f"the save was interrupted: {type(exc).__name__}: {exc}", step=step)
-            self._give_up(handle, error)
-            self._failures.forget(error)
+            self._give_up(handle, interrupted(exc, step, self._rank), raised=True)
             raise
         return handle
 
-    def _give_up(self, handle: SaveHandle, error: CheckpointError) -> None:
-        self._save_failed(handle.step, handle.attempt, error)  # before the agent tells the same to all ranks
+    def _give_up(self, handle: SaveHandle, error: CheckpointError, *, raised: bool = False) -> None:
+        # Before the agent tells the same to all ranks.
+        self._save_failed(handle.step, handle.attempt, error, raised=raised)
         try:
             self._run.client.tell(m.StageFailed(-1, handle.step, handle.attempt, error.to_wire()))
         except CheckpointError:
@@ -278,7 +281,7 @@ class Saver:
             layout = self._lay_out(leaves)
             self._register(layout)
             comparison = self._planner.comparison(layout, leaves, step)
-        granted, arena = self._begin(handle, layout, comparison, metrics, final, announced, overwrite)
+        granted, arena = self._begin(handle, leaves, layout, comparison, metrics, final, announced, overwrite, overlap)
         control = self._run.client.control
         assert control is not None
         control.begin_save(self._seq)
@@ -320,12 +323,14 @@ class Saver:
     def _begin(
         self,
         handle: SaveHandle,
+        leaves: Leaves,
         layout: SaveLayout,
         comparison: Comparison,
         metrics: dict[str, float],
         final: bool,
         announced: bool,
         overwrite: bool,
+        overlap: bool,
     ) -> tuple[m.Granted, Mapping]:
         self._seq += 1
         known = layout.digest in self._known_parts
@@ -343,6 +348,8 @@ class Saver:
             final=final,
             announced=announced,
             overwrite=overwrite,
+            beside_training=overlap,
+            numa_node=self._arena.numa_node(leaves),
         )
         with self._events.span("begin", step=handle.step, rank=self._rank):
             reply, fds = self._run.client.ask(message, self._config.flush_timeout_s, "the start of a save")

@@ -1,13 +1,19 @@
-"""Progress of a restore on a terminal: one line on standard error, from rank 0 only, and only where a person looks."""
+"""What a person sees on a terminal: a restore's progress, and the last words of a program that does not end well.
+
+Invariants: progress is one line on standard error, from rank 0 only, and only where a person looks.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 QUIET_S = 2.0
 EVERY_S = 0.5
+NOT_AWAITED = "the last saves were not waited for; the agent finishes what was staged ('safehold ls' shows it)"
 
 
 def restore_progress() -> Callable[[int, int], None] | None:
@@ -30,3 +36,11 @@ def restore_progress() -> Callable[[int, int], None] | None:
         sys.stderr.flush()
 
     return show
+
+
+def end_program(text: str, exit_code: int) -> NoReturn:
+    """End a program that is ending already, with a code that says why."""
+    sys.stderr.write(f"safehold: {text}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class FakeFlusher:
         self.at_once = dict(at_once or {})
         self.forgotten: list[int] = []
         self.abandoned: list[Any] = []
-        self.may_still_run = False
+        self.may_still_run = self.lost = False
         self.replaced = 0
         self.pid = None
         self.configured: list[dict[str, Any]] = []
@@ -148,6 +149,15 @@ class Work:
         while not reached():
             self.queue.get(timeout=timeout_s)()
 
+    def run_for(self, seconds: float) -> None:
+        """Run what is posted within some time."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0:
+            try:
+                self.queue.get(timeout=left)()
+            except queue.Empty:
+                return
+
     def run(self) -> None:
         """Run what is posted now."""
         while not self.queue.empty():
@@ -201,15 +211,28 @@ def _version() -> str:
 
 
 class Node:
-    """A session with its ranks, an open incarnation, and everything in the test's hands."""
+    """A session with its ranks, an open incarnation, and everything in the test's hands.
 
-    def __init__(self, world_size: int = 2, every_seconds: float = 0.0, budget_bytes: int = 0, **settings: Any) -> None:
+    With `incarnation` it is a new agent, to which the ranks come back with that number.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 2,
+        every_seconds: float = 0.0,
+        budget_bytes: int = 0,
+        incarnation: int = 0,
+        **settings: Any,
+    ) -> None:
         self.clock, self.flusher, self.work = FakeClock(), FakeFlusher({"sweep": {}, "cancel": True}), Work()
         self.pool = ArenaPool(self.work.post, budget_bytes, released=self.flusher.forget)
         self.world_size = world_size
         self.world = world_of(world_size)
         settings = {"begin_timeout_s": 10.0, "stage_timeout_s": 20.0, "flush_timeout_s": 50.0, **settings}
-        hellos = [hello(rank, self.world, every_seconds=every_seconds, **settings) for rank in range(world_size)]
+        hellos = [
+            hello(rank, self.world, every_seconds=every_seconds, incarnation=incarnation, **settings)
+            for rank in range(world_size)
+        ]
         self.session = Session(
             hellos[0],
             pool=self.pool,
@@ -222,7 +245,8 @@ class Node:
         self.controls: list[RankControl] = []
         for peer, message in zip(self.peers, hellos, strict=True):
             self.controls.append(self.session.attach(peer, message)[0])
-        self.session.opened("run", 1, [])
+        if not incarnation:
+            self.session.opened("run", 1, [])
         self._id = 100
 
     def next_id(self) -> int:

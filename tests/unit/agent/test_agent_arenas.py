@@ -252,3 +252,18 @@ def test_close_frees_everything(p: Pool) -> None:
     fds = [p.take(rank, 5000).fd for rank in range(3)]
     p.pool.close()
     assert not any(map(is_open, fds)) and p.pool.total_bytes == 0
+
+
+def test_pages_come_from_the_node_that_the_rank_named_before_they_are_touched(
+    p: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[object] = []
+    populate = arenas_module.memfd.populate
+    monkeypatch.setattr(arenas_module.numa, "prefer", lambda mapping, node: order.append(node))
+    monkeypatch.setattr(
+        arenas_module.memfd, "populate", lambda *args, **more: (order.append("populate"), populate(*args, **more))[1]
+    )
+    p.pool.prefer(0, 3)
+    p.take(0, 4096)
+    p.take(1, 4096)
+    assert order == [3, "populate", -1, "populate"]

@@ -12,8 +12,10 @@ import pytest
 from agent_fakes import world_of
 
 from safehold.agent import client as client_module
+from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.agent.client import AgentClient
+from safehold.agent.start import ask_status, choose_slot
 from safehold.config import Config
 from safehold.errors import (
     AgentUnavailableError,
@@ -25,7 +27,7 @@ from safehold.errors import (
 )
 from safehold.host.control import NodeControl, RankControl
 from safehold.host.runtime import open_slot
-from safehold.host.sockets import Channel, ChannelClosed
+from safehold.host.sockets import Channel, ChannelClosed, listen
 
 TIMEOUT_S = 5.0
 
@@ -44,6 +46,7 @@ class Agent:
         self.control, self.node = RankControl.create(), NodeControl.create()
         self.refusal: CheckpointError | None = None
         self.welcome = True
+        self.answers: list[bytes] = []
         self.client = AgentClient(
             url="/run",
             slot=self.slot,
@@ -65,6 +68,9 @@ class Agent:
         data, _ = channel.recv(timeout_s=TIMEOUT_S)
         hello = m.decode_request(data)
         if not self.welcome:
+            return
+        if self.answers:
+            channel.send(self.answers.pop(0))
             return
         if self.refusal is not None:
             error, self.refusal = self.refusal, None
@@ -244,6 +250,50 @@ def test_a_refused_hello_leaves_no_connection_behind(agent: Agent, error: Checkp
     assert not agent.client.alive
     with pytest.raises(ChannelClosed):
         agent.channel.recv(timeout_s=TIMEOUT_S)
+
+
+def foreign(word: str) -> bytes:
+    """What an agent of a protocol that is not made yet answers."""
+    return greeting.Greeting(99, "9.9", word).line()
+
+
+def test_an_agent_of_another_protocol_that_leaves_is_tried_again(agent: Agent) -> None:
+    agent.answers = [foreign(greeting.LEAVES)]
+    agent.connect()
+    assert len(agent.channels) == 2
+
+
+@pytest.mark.parametrize("word", [greeting.BUSY, "a word that is not made yet"])
+def test_an_agent_of_another_protocol_is_named_with_its_version(agent: Agent, word: str) -> None:
+    agent.answers = [foreign(word)]
+    with pytest.raises(
+        ConfigurationError, match=r"safehold 9\.9 \(protocol 99\), the trainer safehold .* \(protocol 1\)"
+    ):
+        agent.connect()
+    assert len(agent.channels) == 1 and not agent.client.alive
+
+
+def test_who_only_asks_hears_of_the_other_version_and_counts_it_as_alive(agent: Agent) -> None:
+    slot = agent.slot
+    lock = slot.lock(timeout_s=1.0)
+    assert lock is not None
+    with lock, listen(slot.socket_path) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                with listener.accept() as channel:
+                    data, _ = channel.recv(timeout_s=TIMEOUT_S)
+                    assert data.startswith(b"safehold/1 ")
+                    channel.send(foreign(greeting.IS_HERE))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(AgentUnavailableError, match=r"runs safehold 9\.9 \(protocol 99\), this is safehold"):
+            ask_status(slot, TIMEOUT_S)
+        config = Config(runtime_dir=str(slot.directory.parent))
+        found = choose_slot(str(slot.directory.parent.parent / "run"), config)
+        assert found == slot, "no other slot: it makes room, or says that it is busy"
+        thread.join(TIMEOUT_S)
 
 
 def test_an_agent_that_never_welcomes(agent: Agent) -> None:

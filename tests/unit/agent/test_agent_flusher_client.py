@@ -61,6 +61,7 @@ CHILDREN = {
     "no id": "recv(); send(bytes.fromhex('81a576616c756501')); time.sleep(100)",  # {"value": 1}
     "an id that is no number": "recv(); send(bytes.fromhex('82a26964a16ea576616c756501')); time.sleep(100)",
     "an error that is none": "recv(); send(bytes.fromhex('82a2696401a56572726f7201')); time.sleep(100)",
+    "an error": "recv(); send(bytes.fromhex('82a2696401a56572726f7281a7') + b'message' + b'\\xa1x'); time.sleep(100)",
     "half a frame": "recv(); sock.send(struct.pack('<Q', 100) + b'x'); os._exit(0)",
     "too long": "recv(); sock.send(struct.pack('<Q', 1 << 40)); time.sleep(100)",
     "unknown ids first": "recv(); [send(bytes.fromhex('81a26964') + bytes([n])) for n in (9, 8, 1)]; time.sleep(100)",
@@ -263,6 +264,40 @@ def test_callbacks_may_call_and_may_fail(bench: Bench, capfd: pytest.CaptureFixt
     assert isinstance(bench.wait(after)[1], StorageError), "the one behind it is told all the same"
     assert bench.wait(inner[0])[1] is None
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_mistake_in_a_callback_is_an_answer_to_who_waits_for_it(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[tuple[Any, CheckpointError | None]] = []
+
+    def mistaken(value: Any, error: CheckpointError | None) -> None:
+        heard.append((value, error))
+        raise ZeroDivisionError("a mistake in a callback")
+
+    bench.flusher.call("record", {"objects": []}, mistaken, timeout_s=5.0)
+    after = bench.call("plan")
+    assert bench.wait(after)[1] is None, "the one behind it is answered all the same"
+    (value, first), (nothing, error) = heard
+    assert value["op"] == "record" and first is None and nothing is None
+    assert isinstance(error, StorageError) and "record was done, and the agent failed: ZeroDivisionError" in str(error)
+    assert "ZeroDivisionError: a mistake" in capfd.readouterr().err
+    assert bench.flusher.num_open == 0 and bench.flusher.replaced == 0
+
+
+def test_whether_the_process_was_lost_is_told_with_the_error(bench: Bench) -> None:
+    seen: list[bool] = []
+
+    def note(value: Any, error: CheckpointError | None) -> None:
+        seen.append(bench.flusher.lost)
+
+    bench.next = ["an error", "dies in a call"]
+    for _ in range(2):
+        number = len(seen) + 1
+        bench.flusher.call("publish", {}, note, timeout_s=5.0)
+        bench.work.run_until(lambda number=number: len(seen) == number)
+        bench.flusher.close()
+    assert seen == [False, True] and not bench.flusher.lost
 
 
 def test_none_can_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

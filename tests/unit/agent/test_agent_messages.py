@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
+from safehold._version import __version__
+from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.errors import CommitError, ConfigurationError
 from safehold.host.sockets import MAX_FRAME_BYTES, Channel
@@ -91,6 +94,41 @@ def test_a_reply_is_no_request(message: msgspec.Struct) -> None:
 def test_anything_else_is_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         m.decode_request(data)
+
+
+def test_the_line_that_never_changes() -> None:
+    """Every agent and trainer that will ever be made reads and writes this."""
+    assert m.PROTOCOL == 1, "one that counts up is fine, and the next lines then say so"
+    for message, word in ((REQUESTS[0], b"hello"), (m.StatusAsk(1), b"status")):
+        assert m.encode(message).startswith(b"safehold/1 " + __version__.encode() + b" " + word + b"\n")
+    assert greeting.Greeting(7, "1.2.3", "is here").line() == b"safehold/7 1.2.3 is here\n"
+
+
+@pytest.mark.parametrize("decode", [m.decode_request, m.decode_reply])
+def test_another_protocol_is_named_and_not_decoded(decode: Callable[[bytes], object]) -> None:
+    for data in (b"safehold/2 9.9 hello\n\xc1", b"safehold/2 9.9 busy\n", b"safehold/1 9.9 leaves\n"):
+        with pytest.raises(greeting.OtherVersionError, match=r"safehold 9\.9 \(protocol [12]\)"):
+            decode(data)
+
+
+def test_what_another_version_of_the_protocol_says_is_read_if_it_can_be() -> None:
+    line = b"safehold/1 9.9 hello\n"
+    known = m.encode(REQUESTS[0]).partition(b"\n")[2]
+    assert m.decode_request(line + known) == REQUESTS[0]
+    with pytest.raises(greeting.OtherVersionError, match=r"9\.9"):
+        m.decode_request(line + known[:-1])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"safehold/-1 9.9 hello\n", b"safehold/2 9.9\n", b"safehold/2 9.9 hello", b"safehold/12345678901 9.9 hello\n",
+        b"safehold/2 " + b"9" * 65 + b" hello\n", b"safehold/2 9\x1b[31m hello\n", b" safehold/2 9.9 hello\n",
+    ],
+)  # fmt: skip
+def test_what_looks_like_the_line_and_is_none_is_no_message(line: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_request(line)
 
 
 def test_what_is_too_long_is_refused_before_it_is_sent() -> None:

@@ -8,6 +8,7 @@ import pytest
 from agent_fakes import FakeClock, FakeFlusher, FakePeer, Node, hello
 
 from safehold.agent import messages as m
+from safehold.agent.arenas import Arena
 from safehold.agent.restores import Restores
 from safehold.config import Config
 from safehold.errors import (
@@ -32,6 +33,7 @@ class Job:
     def __init__(self, world_size: int = 2) -> None:
         self.clock, self.flusher = FakeClock(), FakeFlusher({"quarantine": None})
         self.peers = [FakePeer(rank) for rank in range(world_size)]
+        self.arenas = [Arena(1, 0, 4096)]
         self.rebased: list[tuple[CommitId, list[CommitId], Any]] = []
         self.idle: list[Any] = []
         self.busy = False
@@ -40,7 +42,7 @@ class Job:
             local_ranks=list(range(world_size)),
             config=Config(restore_timeout_s=100.0),
             flusher=self.flusher,
-            memory_of=lambda commit: [0] if commit.step == 20 else [],
+            memory_of=lambda commit: self.arenas if commit.step == 20 else [],
             rebase=lambda commit, bad, done: self.rebased.append((commit, list(bad), done)),
             when_idle=lambda then: self.idle.append(then) if self.busy else then(),
             incarnation=lambda: self.incarnation,
@@ -326,7 +328,7 @@ def test_a_rank_that_never_asks_is_named(job: Job) -> None:
     assert not job.peers[0].replies
     job.clock.now += 1.0
     job.restores.tick()
-    assert isinstance(job.peers[0].refusal(), DeadlineError) and "ranks 1 " in str(job.peers[0].refusal())
+    assert isinstance(job.peers[0].refusal(), DeadlineError) and "rank 1 " in str(job.peers[0].refusal())
     assert job.restores.next_deadline() is None
 
 
@@ -458,7 +460,15 @@ def test_late_news_of_the_old_incarnation_reach_nobody_after_a_going_back() -> N
             node.send(rank, m.Vote(60 + rank, number, phase))
     node.flusher.answer("open_run", {"run_id": "run", "incarnation": 2, "steps": [10], "notes": []})
     node.flusher.answer("publish")
-    assert not node.peers[0].of(m.Durable) and 20 not in node.saves.known_steps
+    assert not node.peers[0].of(m.Durable) and 20 not in node.saves.known.steps
+
+
+def test_the_offer_says_which_memory_is_verified() -> None:
+    job = Job()
+    job.arenas = [Arena(1, 1, 4096, verified=True), Arena(2, 0, 4096)]
+    job.offer()
+    offer = job.peers[0].last(m.RestoreOffer)
+    assert offer.memory == [0, 1] and offer.verified == [1]
 
 
 def test_memory_of_a_rank_is_given_or_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_fakes import PACK_BYTES, FakePeer, Node, hello, part_of, states
 
+from safehold.agent import flusher_client
 from safehold.agent import messages as m
 from safehold.errors import (
     AgentUnavailableError,
@@ -86,7 +87,7 @@ def test_a_rank_that_goes_after_it_staged_is_not_needed(node: Node) -> None:
     node.leave(0)
     node.plan()
     node.publish()
-    assert node.saves.known_steps == {10}
+    assert node.saves.known.steps == {10}
 
 
 def test_a_rank_that_goes_while_its_memory_is_populated(node: Node) -> None:
@@ -137,17 +138,6 @@ def test_storage_that_fails_ends_the_save_by_name(node: Node, stage: str) -> Non
         node.plan()
     node.publish()
     assert states(node)[-1] == ("durable", 20)
-
-
-def test_a_publish_that_fails_is_in_doubt_and_its_files_stay(node: Node) -> None:
-    for rank in (0, 1):
-        node.begin(rank, 10)
-        node.stage(rank, 10)
-        node.flushed(rank)
-    node.record()
-    node.plan()
-    node.publish(StorageError("gone"))
-    assert states(node) == [("failed", 10)] and not node.flusher.done("abandon")
 
 
 def test_late_news_of_a_save_does_not_touch_an_arena_that_another_uses(node: Node) -> None:
@@ -229,6 +219,57 @@ def test_a_stuck_process_keeps_its_arena_and_others_do_not() -> None:
     assert node.flusher.forgotten == [first.arena_id]
 
 
+# -- mistakes of the agent itself ------------------------------------------------------------------------------------------
+
+
+def broken(*args: object, **more: object) -> None:
+    raise ZeroDivisionError("a mistake")
+
+
+def answered(node: Node, operation: str, value: object = None) -> None:
+    """As the flusher's client does it: what fails in the callback comes back to it as an error."""
+    [(_, _, callback)] = [call for call in node.flusher.calls if call[0] == operation]
+    node.flusher.calls = [call for call in node.flusher.calls if call[2] is not callback]
+    flusher_client._end(flusher_client._Call(operation, 0.0, callback, 1.0), value, None)
+
+
+def test_a_mistake_after_the_commit_hides_it_from_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        node.begin(rank, 10)
+        node.stage(rank, 10)
+        node.flushed(rank)
+    node.record()
+    node.plan()
+    node.work.run_until(lambda: node.flusher.open("publish"))
+    for rank in (0, 1):
+        node.begin(rank, 20, pump=False)
+    monkeypatch.setattr(node.pool, "hold", broken)
+    answered(node, "publish")
+    assert states(node) == states(node, 1) == [("durable", 10)]
+    assert node.saves.known.acknowledged() == [[10, 1, 0]] and node.saves.known.given_up() == []
+    assert len(node.flusher.open("retire")) == 1
+    assert len(node.flusher.open("flush")) == 2, "the next save is let in"
+
+
+@pytest.mark.parametrize("operation", ["flush", "record"])
+def test_a_mistake_before_the_commit_fails_the_save(
+    operation: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = Node(world_size=1)
+    node.begin(0, 10)
+    node.stage(0, 10)
+    timings = {"allocate_s": 0.1, "write_s": 0.2, "sync_s": 0.3}
+    done = {"packs": [{"rank": 0}], "compare": {}, "timings": timings}
+    if operation == "flush":
+        monkeypatch.setattr(node.saves, "_maybe_record", broken)
+        answered(node, "flush", done)
+    else:
+        node.flushed(0)
+        answered(node, "record", {})  # and not what it should be
+    assert states(node) == [("failed", 10)] and f"{operation} was done, and the agent failed" in str(node.failure(0))
+    assert node.lead.num_open == 0 and "Traceback" in capfd.readouterr().err
+
+
 # -- life of a session -----------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +310,7 @@ def test_trouble_with_retention_is_said(node: Node) -> None:
     node.save(10)
     node.flusher.answer("retire", None, StorageError("read-only"))
     node.save(20)
-    node.flusher.answer("retire", {"problem": "step 10 is not whole"})
+    node.flusher.answer("retire", {"uncommitted": [], "problem": "step 10 is not whole"})
     texts = [note.text for note in node.peers[1].of(m.Note)]
     assert "read-only" in texts[0] and "step 10 is not whole" in texts[1]
 
@@ -331,6 +372,7 @@ def test_a_rank_that_comes_back_with_a_newer_incarnation_brings_it(node: Node) -
     node.peers[1] = FakePeer(1)
     node.session.attach(node.peers[1], hello(1, node.world, incarnation=5))
     assert node.session.incarnation == 5 and node.session.restores is not None
+    node.flusher.answer("known", {"steps": [], "commits": [], "left": []})
     node.save(10)
     assert node.flusher.done("publish")[0]["commit"] == [10, 5, 0]
 

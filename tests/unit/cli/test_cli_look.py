@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from run_dirs import PerRank, RunDir, Typed, default_tensors, flip
 
+import safehold as package
 from safehold.format import paths, records
 from safehold.pipeline import ledger
 from safehold.types import CommitId
@@ -87,6 +88,30 @@ def test_show_checkpoint(run: RunDir, safehold):
     text = safehold("show", run.root, "latest", "--leaves").out
     assert "bfloat16" in text and "[7, 6]" in text and "-> model.emb.weight" in text
     assert "model.emb.weight" not in safehold("show", run.root, 10).out
+
+
+def test_one_of_something_is_said_as_one(run: RunDir, safehold):
+    run.save(10, {"w": np.ones(2)}, {"n": 1}, world_size=1)
+    out = safehold("show", run.root, 10).out
+    assert "of 1 rank on 1 node\n" in out and "1 tensor, 1 object\n" in out
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_timings_of_a_save_are_shown(tmp_path, safehold, monkeypatch, direct):
+    """What the node records hold of a save by an agent, and of one without."""
+    monkeypatch.setenv("SAFEHOLD_RUNTIME_DIR", str(tmp_path / "rt"))
+    if direct:
+        package.save(tmp_path / "run", {"w": np.ones(1000)}, step=3)
+    else:
+        with package.Checkpointer(tmp_path / "run") as ckpt:
+            ckpt.save(3, {"w": np.ones(1000)}).wait()
+    [node] = safehold("show", tmp_path / "run", 3, "--json").json["nodes"]
+    names = ["stage_s", "allocate_s", "write_s", "sync_s", "recorded_s"]
+    assert sorted(node["timings"]) == sorted(names) and all(value >= 0 for value in node["timings"].values())
+    assert node["timings"]["recorded_s"] >= node["timings"]["write_s"] + node["timings"]["sync_s"]
+    row = safehold("show", tmp_path / "run", 3).out.splitlines()[-1]
+    shown = ", ".join(f"{name.removesuffix('_s')} {node['timings'][name]:.2f} s" for name in names)
+    assert row.endswith(shown)
 
 
 def test_names_are_shown_without_control_characters(run: RunDir, safehold):
@@ -199,13 +224,13 @@ def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):
     assert done.err.splitlines() == [
         "error: there is no such checkpoint",
         f"  where: step 11, path {run.tier.url}",
-        "  hint: there are steps 10",
+        "  hint: there is step 10",
     ]
     done = safehold("show", run.root, 11, "--json")
     assert done.code == 4 and done.out == ""
     assert json.loads(done.err)["error"] == {
         "class": "StepNotFoundError", "message": "there is no such checkpoint", "exit_code": 4, "retry": False, "step": 11,
-        "path": run.tier.url, "hint": "there are steps 10",
+        "path": run.tier.url, "hint": "there is step 10",
     }  # fmt: skip
     assert safehold("ls", tmp_path).code == 2
     assert "run.json" in safehold("ls", tmp_path).err
@@ -245,4 +270,4 @@ def test_newer_format_is_told(run: RunDir, safehold):
 def test_a_run_without_checkpoints(run: RunDir, safehold, value: str):
     run.save(10, publish=False)
     done = safehold("show", run.root, value)
-    assert done.code == 4 and "never committed" in done.err
+    assert done.code == 4 and "never committed: 1 attempt, see" in done.err

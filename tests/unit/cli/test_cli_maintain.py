@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import subprocess
 import sys
-import time
 
 import pytest
 from run_dirs import RunDir, flip
@@ -35,13 +33,29 @@ def test_verify(run: RunDir, safehold):
     assert safehold("verify", run.root).code == 0
     flip(run.path(bad, "00000-00000.0.safetensors"), 100)
     done = safehold("verify", run.root, "--all")
-    assert done.code == 6 and "step 10: ok" in done.out and "step 20: 1 faults" in done.out
+    assert done.code == 6 and "step 10: ok" in done.out and "step 20: 1 fault\n" in done.out
+    assert done.out.endswith("verified 2 of 2 checkpoints, 1 damaged\n")
     assert "checkpoints/000000020/1-0/00000-00000.0.safetensors: block 0" in done.out
     assert done.err == "" and safehold("verify", run.root, 10).code == 0
     newest, older = safehold("verify", run.root, "--all", "--json").json
     assert older["ok"] and not newest["ok"] and newest["faults"][0]["block"] == 0 and newest["faults"][0]["rank"] == 0
     assert safehold("verify", run.root, 10, "--all").code == 2
     assert safehold("verify", run.root, 30).code == 4
+
+
+def test_verify_says_how_many_it_read_and_how_to_read_the_others(run: RunDir, safehold):
+    run.save(10)
+    done = safehold("verify", run.root)
+    assert done.out.endswith("verified 1 of 1 checkpoint\n") and done.err == ""
+    run.save(20)
+    done = safehold("verify", run.root)
+    assert done.out.startswith("step 20: ok") and done.out.endswith("verified 1 of 2 checkpoints\n")
+    assert done.err == f"hint: only the newest was read; 'safehold verify {run.root} --all' reads all\n"
+    done = safehold("verify", run.root, "--all")
+    assert done.out.endswith("verified 2 of 2 checkpoints, all whole\n") and done.err == ""
+    for arguments in ((10,), ("latest",), ("--json",)):
+        done = safehold("verify", run.root, *arguments)
+        assert "verified" not in done.out and done.err == ""
 
 
 def test_verify_marks_and_clears(run: RunDir, safehold):
@@ -154,6 +168,28 @@ def test_gc_spares_a_running_job(run: RunDir, safehold):
     assert steps(run) == [20]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_gc_finds_an_agent_in_another_slot_or_runtime_directory(
+    run: RunDir, safehold, tmp_path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+):
+    run.open()
+    live = run.save(30, publish=False)
+    place = None
+    if elsewhere:
+        place = tmp_path / "other"
+        place.mkdir(mode=0o700)
+        monkeypatch.setenv("SAFEHOLD_CONFIG", str(tmp_path / "settings.toml"))
+        (tmp_path / "settings.toml").write_text(f'runtime_dir = "{place}"\n')
+    slot = runtime.open_slot(f"{run.root}#3", directory=place)
+    with slot.lock():
+        info = runtime.AgentInfo(pid=1, start_ticks=1, version="1", run=str(run.root), started_s=1.0)
+        slot.write_info(info)
+        done = safehold("gc", run.root, "--job-ended")
+        assert done.code == 2 and "agent" in done.err and run.path(live).exists()
+        assert [entry["run"] for entry in safehold("agents", "--json").json] == [str(run.root)]
+    assert safehold("gc", run.root, "--job-ended").code == 0 and not run.path(live).exists()
+
+
 def snapshot_of(root) -> dict[str, tuple[int, int]]:
     return {str(f): (f.stat().st_mtime_ns, f.stat().st_size) for f in root.rglob("*")}
 
@@ -208,28 +244,43 @@ def test_rm_cut_short_anywhere_leaves_a_whole_run(run: RunDir, safehold, monkeyp
     assert steps(run) == [30]
 
 
-def test_interrupted_for_real(run: RunDir, tmp_path):
-    """A verification that hangs in a read is ended by Ctrl-C with 130, by SIGTERM with 143; no traceback."""
+@pytest.mark.parametrize(
+    ("number", "exit_code", "kind", "arguments"),
+    [
+        (signal.SIGINT, 130, "get", ["ls"]),
+        (signal.SIGTERM, 143, "get", ["ls"]),
+        (signal.SIGINT, 130, "read_into", ["verify", "--all"]),
+        (signal.SIGINT, 130, "read_into", ["cat", "10", "model.emb.weight", "-o", "out.npy"]),
+        (signal.SIGINT, 130, "delete_tree", ["gc"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_interrupted_for_real(run: RunDir, tmp_path, number, exit_code, kind, arguments):
+    """What hangs in storage is ended by Ctrl-C with 130, by SIGTERM with 143; no traceback, and nothing half done."""
     run.save(10)
+    run.save(20, publish=False)
+    run.open()
+    before = sorted(run.root.rglob("*"))
     code = (
         "import sys, safehold.cli.opening as o, safehold.testing.fake_tier as f, threading\n"
         "real = o.open_tier\n"
         "def slow(text, **options):\n"
-        "    tier = f.FakeTier(real(text, **options)); tier.slow('get', 30.0); print('ready', file=sys.stderr, flush=True)\n"
+        "    tier = f.FakeTier(real(text, **options)); tier.slow(sys.argv[1], 30.0)\n"
+        "    act = tier._clock.sleep\n"
+        "    def sleep(seconds): print('ready', file=sys.stderr, flush=True); act(seconds)\n"
+        "    tier._clock = type('C', (), {'sleep': staticmethod(sleep)})()\n"
         "    return tier\n"
         "o.open_tier = slow\n"
         "from safehold.cli.main import main\n"
-        "sys.exit(main(['ls', sys.argv[1]]))\n"
+        "sys.exit(main(sys.argv[2:]))\n"
     )
-    for number, exit_code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        arguments = [sys.executable, "-c", code, str(run.root)]
-        with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None and process.stderr.readline() == "ready\n"
-            time.sleep(0.2)
-            process.send_signal(number)
-            rest = process.stderr.read()
-            assert process.wait(10) == exit_code and "Traceback" not in rest
-    assert {stat.S_IFMT(f.stat().st_mode) for f in run.root.rglob("*")} == {stat.S_IFDIR, stat.S_IFREG}
+    command = [sys.executable, "-c", code, kind, arguments[0], str(run.root), *arguments[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None and process.stderr.readline() == "ready\n"
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(10) == exit_code and "Traceback" not in rest
+    assert sorted(run.root.rglob("*")) == before and os.listdir(tmp_path) == ["run"]
 
 
 def test_broken_pipe(run: RunDir):

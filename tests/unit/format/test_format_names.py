@@ -96,14 +96,15 @@ def test_piece_keys() -> None:
             names.parse_piece_key(bad)
 
 
-def test_inside_is_by_component() -> None:
-    assert names.is_inside("model", "model") and names.is_inside("model", "model.w")
-    assert not names.is_inside("model", "model2.w")
-    assert not names.is_inside("a", names.join(("a.b",)))
-
-
 def test_display_is_fit_for_a_terminal() -> None:
     assert names.display("model.w") == "model.w"
     assert names.display("é") == "é"
     assert names.display("a\x1b[31m\n\u202e\ud800") == "a\\u001b[31m\\u000a\\u202e\\ud800"
     assert len(names.display("x" * 10_000)) <= 200
+
+
+def test_numbers_and_nouns_agree() -> None:
+    assert [names.counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [names.counted(n, "copy", "copies") for n in (1, 2)] == ["1 copy", "2 copies"]
+    assert names.numbered("rank", [3]) == "rank 3" and names.numbered("step", [3, 1]) == "steps 3, 1"
+    assert names.numbered("rank", range(9), 3) == "ranks 0, 1, 2, ..."

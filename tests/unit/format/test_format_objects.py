@@ -154,6 +154,34 @@ def test_cycles_and_depths_are_refused() -> None:
         deep = deep[0]
 
 
+MAKERS: list[Any] = [
+    lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}, lambda inner: OrderedDict(k=inner),
+    lambda inner: defaultdict(list, {"k": inner}), lambda inner: deque([inner]), lambda inner: frozenset([inner]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=range(len(MAKERS)))
+@pytest.mark.parametrize("innermost", [1, 2**70])
+def test_what_nests_as_deep_as_may_be_saved_can_be_read_far_down_a_stack(make: Any, innermost: int) -> None:
+    deep: Any = innermost
+    for _ in range(objects.MAX_DEPTH):
+        deep = make(deep)
+    data = objects.encode(deep, name="o")
+
+    def read_below(frames: int) -> Any:
+        return read_below(frames - 1) if frames else objects.decode(data)
+
+    assert same(read_below(400), deep)
+
+
+def test_objects_that_are_too_large_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_OBJECT_BYTES", 100)
+    assert objects.encode(b"x" * 98, name="o")
+    for value in (b"x" * 99, ["x" * 99], {1: 2**1000}):
+        with pytest.raises(UnsupportedStateError, match=r"loader\.index has \d+ bytes"):
+            objects.encode(value, name="loader.index")
+
+
 pack = msgspec.msgpack.encode
 HOSTILE: list[bytes] = [
     b"", b"\xc1", b"\x93\x02\x01", pack(1) + b"\0", pack([]), pack(["x"]), pack([True]), pack([99]), pack([-1]),

@@ -32,7 +32,7 @@ def test_steps_come_back(step: int) -> None:
 
 
 def test_files_come_back() -> None:
-    assert paths.parse_pack(paths.pack(1, 123456, 2)) == (1, 123456, 2)
+    assert paths.pack(1, 123456, 2) == "00001-123456.2.safetensors"
     assert paths.parse_node_record(paths.node_record(100_000)) == 100_000
     assert paths.parse_node_objects(paths.node_objects(7)) == 7
     assert paths.parse_tombstone(paths.tombstone(7)) == 7
@@ -70,7 +70,6 @@ def test_other_names_are_no_attempts(name: str) -> None:
 )  # fmt: skip
 def test_other_names_are_no_files(name: str) -> None:
     for parse in (
-        paths.parse_pack,
         paths.parse_node_record,
         paths.parse_node_objects,
         paths.parse_tombstone,

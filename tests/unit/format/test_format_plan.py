@@ -151,7 +151,7 @@ def test_aliases_that_disagree_are_named() -> None:
             make_part(0, 2, (W,), (), aliases=(("tied", "w"),)),
             make_part(1, 2, (STEP,), (), aliases=(("tied", "step"),)),
         )
-    with pytest.raises(StateMismatchError, match="w is tied to step on rank 0, has bytes of its own"):
+    with pytest.raises(StateMismatchError, match="w is tied to step on rank 0, and has bytes of its own on another"):
         merge(make_part(0, 2, (STEP,), (), aliases=(("w", "step"),)), make_part(1, 2, (W,), ()))
     with pytest.raises(StateMismatchError, match="tied is tied to gone on rank 0, which no rank has"):
         merge(make_part(0, 1, (W,), (), aliases=(("tied", "gone"),)))
@@ -238,6 +238,8 @@ def test_plans_check_ranks_packs_and_overlaps() -> None:
         {"offset": np.full(5, 4096)},
         {"leaf": np.array([0, 1, 2, 3, 4], np.int32)},
         {"leaf": np.array([3, 0, 1, 2, 3], np.int32)},
+        {name: getattr(merged, name)[[0, 1, 3, 4, 2]] for name in ("rank", *ARRAYS)}
+        | {"leaves": merged.leaves[:2] + merged.leaves[:1:-1], "leaf": np.array([0, 1, 2, 2, 3], np.int32)},
         {name: getattr(merged, name)[::-1] for name in ("rank", *ARRAYS)},
         {name: getattr(merged, name)[[0, 1, 2, 4, 3]] for name in ("rank", *ARRAYS)},
         {"pack_sizes": {0: merged.pack_sizes[0], 1: ()}},
@@ -337,6 +339,7 @@ def test_a_file_pays_for_what_it_unfolds_to() -> None:
         [dataclasses.replace(W, name="a..b")],
         [dataclasses.replace(W, dtype="float33")],
         [dataclasses.replace(W, shape=(2**40, 2**40))],
+        [dataclasses.replace(W, shape=(0, 2**60))],
         [dataclasses.replace(W, shape=(1,) * 65)],
     ],
 )
@@ -356,6 +359,46 @@ def test_bad_leaves_are_refused(leaves: list[TensorSpec]) -> None:
     table["kind"] = [1] * len(leaves)
     with pytest.raises(ManifestError, match="table of leaves"):
         leaftable.decode_leaves(msgspec.json.encode(table | {"names": ["ok"], "dtypes": ["int8"]}), path="p")
+
+
+def test_missing_columns_of_many_dims_are_refused_without_large_allocations() -> None:
+    part = make_part(0, 1, (TensorSpec(name="deep", dtype="int8", shape=(1,) * 64),), ())
+    facts = {"rank": 0, "world_size": 1, "num_dims": 64, "pack_sizes": []}
+    data = columns.pack("part", facts, {"leaf": np.zeros(1 << 20, np.int32)}, blobs_of(part))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ManifestError, match="offsets0 is missing"):
+            plan.decode_part(data, path="p")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20
+
+
+def test_what_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="more rows, columns or blobs"):
+        columns.pack("part", {}, {}, {f"b{index}": b"" for index in range((1 << 16) + 1)})
+    monkeypatch.setitem(document.MAX_PAYLOAD_BYTES, "part", 10)
+    with pytest.raises(ValueError, match="at most 10"):
+        columns.pack("part", {}, {}, {"b": bytes(range(100))})
+
+
+def test_thousands_of_ranks_may_each_have_objects_of_their_own() -> None:
+    parts = [
+        make_part(rank, 1500, (), (), objects=(ObjectSpec(name=f"layers.{rank}._extra_state"),)) for rank in range(1500)
+    ]
+    merged = plan.merge_parts([plan.encode_part(part) for part in parts], [0] * 1500)
+    assert_same(plan.decode_plan(plan.encode_plan(merged)), merged)
+
+
+def test_packs_larger_than_any_storage_are_refused_by_name() -> None:
+    part = two_parts()[1]
+    sizes = [2**60 - 4096] * 5
+    with pytest.raises(ValueError, match="larger than any storage"):
+        plan.encode_part(dataclasses.replace(part, pack_sizes=tuple(sizes)))
+    with pytest.raises(ManifestError, match="larger than any storage") as caught:
+        plan.decode_part(forge_part(part, pack_sizes=sizes), path="p")
+    assert caught.value.path == "p"
 
 
 def test_many_dims_times_many_leaves_are_refused() -> None:

@@ -1,13 +1,14 @@
 """What copies into an arena, alone: places are checked, faults say which piece, blocks are where they say."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from safehold.errors import UnsupportedStateError
-from safehold.host import memfd
+from safehold.errors import ConfigurationError, UnsupportedStateError
+from safehold.host import cuda, memfd
 from safehold.host.cuda import CudaDevice
 from safehold.host.device import NumpyDevice, PieceError, idle_cores, run_at, split_rows
 from safehold.host.device_torch import TorchDevice, exact_bytes
@@ -95,10 +96,40 @@ def test_cuts_cover_everything_once_and_in_order(limit):
     assert at == 40 + array.nbytes
 
 
+@pytest.mark.parametrize("device", [NumpyDevice(), TorchDevice(), CudaDevice()], ids=["numpy", "torch", "cuda"])
+def test_every_device_cuts_arrays_and_tensors_alike(device, mapping):
+    copier = device.copier(mapping)
+    array = np.arange(6 * 7 * 5, dtype=np.int32).reshape(6, 7, 5)
+    for value in (array, array.transpose(2, 1, 0), array[:, ::2]):
+        views = [value] if type(device) is NumpyDevice else [value, torch.from_numpy(value)]
+        for view in views:
+            assert list(copier.split(view, 8, value.nbytes, value.nbytes)) == [(view, 8, value.nbytes)]
+            pieces = list(copier.split(view, 8, value.nbytes, 100))
+            assert len(pieces) > value.nbytes // 100 and all(size <= 100 for _, _, size in pieces)
+            copier.copy(pieces)
+            assert bytes(mapping.view[8 : 8 + value.nbytes]) == value.tobytes()
+            mapping.view[8 : 8 + value.nbytes] = bytes(value.nbytes)
+    copier.close()
+
+
 def test_structured_arrays_are_not_sampled(mapping):
     copier = NumpyDevice().copier(mapping)
     assert copier.block(np.zeros(3, dtype=[("a", "i1"), ("b", "f8")]), 0, 4096) is None
     assert copier.block(np.zeros(3, dtype="S9000"), 0, 4096) is None
+
+
+def test_an_arena_that_could_not_be_unpinned_stays_pinned(mapping, monkeypatch):
+    results = iter([0, 700, 0])
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: next(results), cudaHostUnregister=lambda *_: next(results))
+    monkeypatch.setattr(cuda, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    device = CudaDevice()
+    device.release_host(mapping)
+    assert device.prepare_host(mapping) and device.prepare_host(mapping)
+    with pytest.raises(ConfigurationError, match="CUDA error 700"):
+        device.release_host(mapping)
+    device.release_host(mapping)
+    assert next(results, None) is None
 
 
 def test_exact_bytes_of_odd_strides():

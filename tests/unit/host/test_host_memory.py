@@ -4,7 +4,7 @@ import pytest
 
 from safehold.errors import ConfigurationError
 from safehold.host import memory
-from safehold.host.memory import available_memory, budget_bytes, format_bytes, parse_bytes
+from safehold.host.memory import available_memory, budget_bytes
 
 GIB = 1 << 30
 
@@ -89,32 +89,3 @@ def test_budget():
     for wrong in ({"share": 0}, {"share": 1.5}, {"limit_bytes": -1}):
         with pytest.raises(ConfigurationError):
             budget_bytes(reading, **wrong)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 60, "5120.0 PiB")]
-)
-def test_format(size, text):
-    assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("4096", 4096),
-        ("8GiB", 8 << 30),
-        ("500 MB", 500_000_000),
-        ("1.5g", 3 << 29),
-        ("2TB", 2 * 10**12),
-        ("7b", 7),
-        (12, 12),
-    ],
-)
-def test_parse(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-5", "5 parsecs", "1e9", "0x10"])
-def test_what_is_no_size(text):
-    with pytest.raises(ConfigurationError, match="no size"):
-        parse_bytes(text)

@@ -1,14 +1,17 @@
 """The slots of a host's agents: private, locked by the living, found by everybody of the same user."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from safehold.errors import ConfigurationError
+from safehold.errors import AgentUnavailableError, ConfigurationError
 from safehold.host import runtime
 from safehold.host.runtime import AgentInfo, list_slots, open_slot, run_key, runtime_dir
 
@@ -41,6 +44,7 @@ def test_what_is_not_private_is_refused(tmp_path, case, monkeypatch):
     with pytest.raises(ConfigurationError, match="runtime directory") as caught:
         runtime_dir({"SAFEHOLD_RUNTIME_DIR": str(path)})
     assert str(path) in str(caught.value) and "SAFEHOLD_RUNTIME_DIR" in str(caught.value)
+    assert (f"'chmod 700 {path}'" in str(caught.value)) == (case == "open")
 
 
 def test_one_directory_has_one_key(tmp_path, monkeypatch):
@@ -52,6 +56,7 @@ def test_one_directory_has_one_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spelling in (str(run), "run", "./run/", "../" + tmp_path.name + "/run", "link", f"file://{run}"):
         assert run_key(spelling) == key
+    assert run_key(f"FILE://localhost{tmp_path}/r%75n/") == key
     assert run_key(tmp_path / "other") != key
     assert run_key("s3://bucket/run/") == run_key("S3://bucket/run") != run_key("s3://bucket/Run")
 
@@ -147,6 +152,38 @@ def test_a_lock_on_a_removed_slot_counts_for_nothing(base):
     assert os.fstat(fd).st_nlink == 0
     os.close(fd)
     held.release()
+
+
+def test_a_slot_that_cannot_be_locked_says_so_and_leaves_no_descriptor(base, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    slot = open_slot("/some/run", directory=base)
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(AgentUnavailableError, match="No locks available") as caught:
+        slot.lock()
+    assert caught.value.path == str(slot.lock_path)
+    assert os.listdir("/proc/self/fd") == before
+    slot.lock_path.unlink()
+    slot.directory.rmdir()
+    for action in (slot.lock, slot.open_log):
+        with pytest.raises(AgentUnavailableError, match="SAFEHOLD_RUNTIME_DIR"):
+            action()
+
+
+def test_a_full_runtime_directory_costs_the_note_and_not_the_agent(base, monkeypatch):
+    def full(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    slot = open_slot("/some/run", directory=base)
+    slot.log_path.write_bytes(b"x" * (runtime.LOG_LIMIT_BYTES + 1))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    slot.write_info(AgentInfo(pid=1, start_ticks=2, version="1.0", run="/some/run", started_s=3.5))
+    assert slot.read_info() is None
+    os.close(slot.open_log())
+    assert not list(slot.directory.glob(".agent*"))
 
 
 def test_the_log_is_bounded(base):

@@ -117,6 +117,37 @@ def test_sending_too_much_is_refused(pair):
         one.send(b"", [0] * 9)
 
 
+def ctrl_c(*_):
+    raise KeyboardInterrupt
+
+
+def test_after_ctrl_c_in_a_frame_no_other_one_is_taken_for_its_rest(pair, monkeypatch):
+    one, other = pair
+    monkeypatch.setattr(sockets, "_wait", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        one.send(bytes(4 << 20))
+    monkeypatch.undo()
+    with pytest.raises(ChannelClosed):
+        one.send(b"next")
+    with pytest.raises(ChannelClosed):
+        other.recv(1)
+
+
+def test_ctrl_c_before_a_frame_was_begun_closes_nothing(pair, monkeypatch):
+    class Full:
+        def sendmsg(self, *_):
+            raise BlockingIOError
+
+    one, other = pair
+    with monkeypatch.context() as patch:
+        patch.setattr(sockets, "_wait", ctrl_c)
+        patch.setattr(one, "_sock", Full())
+        with pytest.raises(KeyboardInterrupt):
+            one.send(b"lost")
+    one.send(b"next")
+    assert other.recv(1)[0] == b"next"
+
+
 def test_a_timeout_in_the_middle_of_a_frame_loses_nothing():
     mine, other = raw_pair()
     frame = struct.pack("<Q", 6) + b"abcdef"
@@ -128,6 +159,15 @@ def test_a_timeout_in_the_middle_of_a_frame_loses_nothing():
         assert other.recv(1)[0] == b"abcdef"
     mine.close()
     other.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -0.5, -1.0])
+def test_a_deadline_that_has_passed_is_no_wait(pair, timeout_s):
+    one, other = pair
+    with pytest.raises(TimeoutError):
+        one.recv(timeout_s=timeout_s)
+    one.send(b"there is room", timeout_s=timeout_s)
+    assert other.recv(timeout_s=5) == (b"there is room", [])
 
 
 def test_the_peer_that_leaves_is_noticed(pair):

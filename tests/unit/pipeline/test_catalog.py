@@ -288,7 +288,7 @@ def test_run_json_damaged_without_incarnations(run: RunDir):
 def test_no_run_directory_says_what_was_looked_at(run: RunDir):
     with pytest.raises(ConfigurationError) as caught:
         Catalog(run.tier).require_run()
-    assert str(run.root) in caught.value.path and "does not exist" in caught.value.hint
+    assert str(run.root) in caught.value.path and "does not exist" in caught.value.message
     run.root.mkdir()
     (run.root / "model.pt").touch()
     (run.root / "step_10").mkdir()

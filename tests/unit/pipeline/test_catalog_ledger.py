@@ -7,7 +7,7 @@ import os
 
 import msgspec
 import pytest
-from run_dirs import RunDir
+from run_dirs import RunDir, flip
 
 from safehold.errors import ConfigurationError, ManifestError, StorageError, SupersededError
 from safehold.format import paths, records
@@ -160,6 +160,11 @@ def test_publish_checks_what_it_is_given(run: RunDir):
     plan.write_bytes(whole[:-1])
     with pytest.raises(ManifestError, match="bytes, the manifest says"):
         ledger.publish(run.tier, commit, data)
+    plan.write_bytes(whole)
+    flip(plan, len(whole) // 2)
+    with pytest.raises(ManifestError, match="damaged") as caught:
+        ledger.publish(run.tier, commit, data)
+    assert caught.value.path == f"plans/{plan.name}", "so that whoever has the plan can write it again"
     plan.unlink()
     with pytest.raises(ManifestError, match="is missing"):
         ledger.publish(run.tier, commit, data)
@@ -193,15 +198,6 @@ def test_publish_that_the_next_incarnation_saw_counts(run: RunDir):
     tier.put = put  # type: ignore[method-assign]
     ledger.publish(tier, commit, data)
     assert run.incarnation == 2 and believed(run) == [commit]
-
-
-def test_adopt_commits_for_a_dead_incarnation(run: RunDir):
-    commit, data = publishable(run)
-    ledger.adopt(run.tier, commit, data, as_incarnation=1)
-    run.open()
-    assert believed(run) == [commit]
-    with pytest.raises(SupersededError):
-        ledger.adopt(run.tier, commit, data, as_incarnation=1)
 
 
 @pytest.mark.parametrize("fail_at", range(6))
@@ -246,6 +242,26 @@ def test_put_plan_heals_a_damaged_one_and_checks_the_digest(run: RunDir):
     assert plan.read_bytes() == whole
     with pytest.raises(ManifestError, match="digest"):
         ledger.put_plan(run.tier, plan.name, b"other")
+
+
+def test_put_plan_replaces_one_that_cannot_be_read(run: RunDir):
+    run.save(10)
+    plan = next((run.root / "plans").iterdir())
+    whole = plan.read_bytes()
+    plan.write_bytes(b"rotten")
+    tier = FakeTier(run.tier)
+    tier.fail("get")
+    ledger.put_plan(tier, plan.name, whole)
+    assert plan.read_bytes() == whole
+
+
+def test_buried_before_its_manifest_comes_an_attempt_is_never_believed(run: RunDir):
+    run.save(10)
+    commit, data = publishable(run)
+    ledger.bury(run.tier, commit, incarnation=1, reason="given up", clock=run)
+    ledger.bury(run.tier, commit, incarnation=1, reason="again", clock=run)
+    ledger.publish(run.tier, commit, data)
+    assert [commit.step for commit in believed(run)] == [10]
 
 
 def test_pins(run: RunDir):

@@ -8,7 +8,7 @@ import time
 import pytest
 from run_dirs import RunDir, flip
 
-from safehold.errors import IntegrityError, StorageError, SupersededError
+from safehold.errors import IntegrityError, StorageError, StorageFullError, SupersededError
 from safehold.format import paths
 from safehold.pipeline import ledger, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
@@ -130,6 +130,123 @@ def test_retired_step_does_not_bring_an_earlier_attempt_to_light(run: RunDir):
     run.now_s += 200
     assert len(retire(run, Keep(last=1)).deleted) == 2
     assert there(run) == [20]
+
+
+# -- attempts that do not count ----------------------------------------------------------------------------------------
+
+
+def attempts(run: RunDir) -> list[tuple[int, int, int]]:
+    """What still has bytes."""
+    return sorted((c.step, c.incarnation, c.attempt) for c in Catalog(run.tier).listing().attempts)
+
+
+def test_an_attempt_that_a_newer_one_replaced_goes_after_the_grace_time(run: RunDir):
+    run.save(10)
+    run.save(10, attempt=1)
+    run.save(20)
+    swept = retire(run, Keep(last=5))
+    assert swept.uncommitted == (CommitId(10, 1, 0),) and swept.deleted == ()
+    assert attempts(run) == [(10, 1, 0), (10, 1, 1), (20, 1, 0)]
+    run.now_s += 101
+    assert retire(run, Keep(last=5)).deleted == (CommitId(10, 1, 0),)
+    assert steps(run) == [20, 10] and attempts(run) == [(10, 1, 1), (20, 1, 0)]
+    assert retire(run, Keep(last=5)) == sweep.Swept()
+
+
+def test_an_attempt_that_the_newer_incarnation_lists_and_has_replaced_goes_too(run: RunDir):
+    run.save(10)
+    run.open()
+    run.save(10)
+    assert retire(run, Keep(last=5), 0.0).deleted == (CommitId(10, 1, 0),)
+    assert attempts(run) == [(10, 2, 0)]
+
+
+@pytest.mark.parametrize("damage", ["pack", "record", "manifest", "plan", "quarantine", "leased", "not acknowledged"])
+def test_a_replaced_attempt_stays_while_it_may_be_needed(run: RunDir, damage: str):
+    old, new = run.save(10), run.save(10, attempt=1, world_size=3)
+    options: dict = {"acknowledged": {old, new}}
+    match damage:
+        case "quarantine":
+            ledger.put_quarantine(run.tier, new, incarnation=1, reason="x", clock=run)
+        case "leased":
+            options["leased"] = {old}
+        case "not acknowledged":
+            options["acknowledged"] = {old}
+        case "plan":
+            for plan in (run.root / "plans").iterdir():
+                plan.write_bytes(b"")
+        case _:
+            names = {"pack": "00000-00000.0.safetensors", "record": "node-00000.json", "manifest": "manifest.json"}
+            run.path(new, names[damage]).write_bytes(b"")
+    assert retire(run, Keep(last=5), 0.0, **options) == sweep.Swept()
+    assert attempts(run) == [(10, 1, 0), (10, 1, 1)]
+
+
+def test_what_replaces_is_durable_before_what_it_replaces_is_uncommitted(run: RunDir):
+    run.save(10)
+    run.save(10, attempt=1)
+    tier = FakeTier(run.tier)
+    sweep.retire(tier, Keep(last=1), incarnation=1, grace_s=100.0, clock=run)
+    changes = [(op.kind, op.path.split("/", 2)[2]) for op in tier.log if op.kind in ("put", "sync_tree", "delete_tree")]
+    assert changes == [("sync_tree", "1-1"), ("put", "1-0/tombstone-1.json")]
+
+
+def test_nothing_goes_on_account_of_a_commit_that_may_be_withdrawn_yet(run: RunDir):
+    first, second = run.save(10), run.save(20)
+    publishing = run.save(30)  # its manifest is visible, and its publish has not been answered
+    assert retire(run, Keep(last=1), 0.0, acknowledged={first, second}).uncommitted == (first,)
+    assert ledger.withdraw(run.tier, publishing, clock=run)
+    assert steps(run) == [20]
+    run.save(40)
+    assert retire(run, Keep(last=1), 0.0, acknowledged={second, CommitId(40, 1, 0)}).uncommitted == (second,)
+
+
+def test_attempts_that_were_given_up_go_and_no_others(run: RunDir):
+    run.save(5, publish=False)
+    run.open()
+    run.save(10)
+    failed, live = run.save(20, publish=False), run.save(30, publish=False)
+    visible = run.save(40)
+    names = {failed, visible, CommitId(50, 2, 0), CommitId(5, 1, 0)}
+    assert retire(run, Keep(last=5), given_up=names).deleted == ()
+    assert (run.path(failed) / "tombstone-2.json").exists()
+    for day in range(2):  # the second time the agent names nobody
+        run.now_s += 101
+        assert retire(run, Keep(last=5)).deleted == (() if day else (failed,))
+    assert attempts(run) == [(5, 1, 0), (10, 2, 0), (30, 2, 0), (40, 2, 0)]
+    assert run.path(live, "node-00000.json").exists()
+    assert not (run.root / "checkpoints" / "000000020").exists()
+
+
+def test_a_manifest_that_comes_after_its_attempt_was_given_up_counts_for_nothing(run: RunDir):
+    run.save(10)
+    commit = run.save(20)
+    data = run.path(commit, "manifest.json").read_bytes()
+    run.path(commit, "manifest.json").unlink()
+    retire(run, Keep(last=5), given_up={commit})
+    run.path(commit, "manifest.json").write_bytes(data)
+    assert steps(run) == [10]
+    run.now_s += 101
+    assert retire(run, Keep(last=5)).deleted == (commit,)
+
+
+def test_what_was_given_up_is_spared_where_a_newer_incarnation_owns_the_run(run: RunDir):
+    run.save(10)
+    failed = run.save(20, publish=False)
+    old = run.incarnation
+    run.open()
+    with pytest.raises(SupersededError):
+        sweep.retire(run.tier, Keep(last=1), incarnation=old, grace_s=0.0, given_up={failed}, clock=run)
+    assert attempts(run) == [(10, 1, 0), (20, 1, 0)] and not (run.path(failed) / "tombstone-1.json").exists()
+
+
+def test_empty_directories_of_steps_go_below_the_newest(run: RunDir):
+    run.save(10)
+    for step in (5, 15, 30):
+        sweep.discard(run.tier, run.save(step, publish=False))
+    run.save(20)
+    retire(run, Keep(last=5))
+    assert sorted(path.name for path in (run.root / "checkpoints").iterdir()) == ["000000010", "000000020", "000000030"]
 
 
 @pytest.mark.parametrize("applied", [False, True])
@@ -276,6 +393,18 @@ def test_make_room_spares_the_newest_good_and_pinned_and_the_live_attempt(run: R
     ledger.put_quarantine(run.tier, CommitId(30, 1, 0), incarnation=1, reason="x", clock=run)
     sweep.make_room(Small(run, 0), 1 << 40, keep=Keep(last=1), incarnation=1, live={live}, clock=run)
     assert 20 in steps(run) and 10 in steps(run) and run.path(live).exists()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_make_room_takes_what_was_given_up_at_once_and_leaves_who_is_saving(run: RunDir, full: bool):
+    run.save(10)
+    failed, visible, live = run.save(20, publish=False), run.save(25), run.save(30, publish=False)
+    tier = Small(run, used(run))
+    if full:
+        tier.fail("put", path="*tombstone*", error=StorageFullError("full"), times=9)
+    room = sweep.make_room(tier, 1000, keep=Keep(last=1), incarnation=1, given_up={failed, visible}, clock=run)
+    assert room.enough and room.swept.deleted == (failed,) and room.swept.freed_bytes > 0
+    assert there(run) == [10, 25, 30] and run.path(live).exists() and steps(run) == [25, 10]
 
 
 def test_make_room_takes_what_is_uncommitted_before_its_grace_time(run: RunDir):

@@ -24,6 +24,7 @@ from safehold.errors import (
 from safehold.format import crc, paths
 from safehold.pipeline import flush
 from safehold.pipeline.flush import FlushJob, FlushResult, StagedWord, flush_rank
+from safehold.pipeline.pacing import Pacer
 from safehold.policy.retention import Keep
 from safehold.testing.fake_disk import FakeDisk
 from safehold.testing.fake_tier import FakeTier
@@ -292,3 +293,38 @@ def test_older_ones_beyond_the_rule_go_for_a_save_that_does_not_fit(disk_class: 
     promises.kept -= {commit for commit in promises.kept if commit.step == 20}
     job.save(50, 5)
     assert [commit.step for commit in believed(job.tier)][:3] == [50, 40, 30]
+
+
+class IdleOrNot:
+    """Cores that training leaves idle, or not."""
+
+    num_cores = 2
+
+    def __init__(self, idle: float) -> None:
+        self.idle = idle
+
+    def sample(self) -> float:
+        return self.idle
+
+
+@pytest.mark.parametrize(
+    ("idle", "beside", "slow"), [(0.0, True, True), (0.0, False, False), (2.0, True, False)], ids=str
+)
+def test_only_beside_training_without_an_idle_core_a_flush_is_paced(
+    tier: FakeTier, idle: float, beside: bool, slow: bool
+) -> None:
+    """While the trainers wait for staging, and while a core is idle, it goes as fast as it can."""
+    pacer = Pacer(IdleOrNot(idle), 0.01, cpu_time=iter(range(10_000)).__next__)  # each block takes a second, it says
+    pacer._sampled_s -= 1.0
+    word = Word(0 if beside else 4 * MIB - 1)
+    job = job_of([4 * MIB], threads=1, deadline_s=1.0 if slow else 30.0, beside_training=beside)
+    thread, results = start(tier, job, arena_of(4 * MIB), word.staged_word(), threading.Event(), pacer=pacer)
+    word.staged = 3 * MIB + MIB // 2 if not beside else 4 * MIB
+    begun = time.monotonic()
+    if not beside:
+        time.sleep(0.1)
+        word.staged = 4 * MIB
+    thread.join(10)
+    assert isinstance(results[0], FlushResult)
+    # Paced, the second block would wait 50 s; it waits until half of the time to the deadline is gone.
+    assert (time.monotonic() - begun >= 0.35) == slow

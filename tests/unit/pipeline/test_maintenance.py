@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from run_dirs import RunDir
 
 from safehold.config import Config
+from safehold.errors import SupersededError
 from safehold.events import EventStream
 from safehold.pipeline import maintenance
 from safehold.policy.retention import Keep
+from safehold.testing.fake_tier import FakeTier
 from safehold.types import CommitId
 
 KEEP = maintenance.keep_to_wire(Keep(last=1))
@@ -33,11 +36,37 @@ def test_making_room_leaves_every_attempt_of_the_own_incarnation(run: RunDir) ->
         "keep": KEEP,
         "incarnation": 1,
         "commit": [saving.step, saving.incarnation, saving.attempt],
+        "given_up": [],
     }
     assert not maintenance.make_room(run.tier, Config(), arguments, EventStream())
     for commit in (in_doubt, saving):
         assert run.path(commit, "node-00000.json").exists()
     assert isinstance(in_doubt, CommitId)
+
+
+def test_what_an_agent_that_takes_over_has_to_know(run: RunDir) -> None:
+    older = run.save(5)
+    run.open()
+    own = run.save(10)
+    left = run.save(20, publish=False)
+    config, events = Config(), EventStream()
+    tier = FakeTier(run.tier)
+    found = maintenance.OPERATIONS["known"](tier, config, {"incarnation": 2}, events)
+    assert found == {"steps": [older.step, 10], "commits": [[10, 2, 0]], "left": [[left.step, 2, 0]]}
+    assert [op.path for op in tier.log if op.kind == "sync_tree"] == [f"checkpoints/{own.step:09d}/2-0"]
+    run.open()
+    with pytest.raises(SupersededError):
+        maintenance.known(run.tier, config, {"incarnation": 2}, events)
+
+
+def test_retention_lets_go_of_what_the_agent_names(run: RunDir) -> None:
+    run.open()
+    run.save(10)
+    failed, newest = run.save(20, publish=False), run.save(30)
+    arguments = {"keep": KEEP, "incarnation": 1, "acknowledged": [[10, 1, 0], [30, 1, 0]], "given_up": [[20, 1, 0]]}
+    done = maintenance.retire(run.tier, Config(delete_grace_s=0.0), arguments, EventStream())
+    assert done == {"uncommitted": [[10, 1, 0]], "deleted": [[10, 1, 0], [20, 1, 0]], "problem": None}
+    assert not run.path(failed).exists() and run.path(newest).exists()
 
 
 def test_keep_rules_cross_the_socket() -> None:

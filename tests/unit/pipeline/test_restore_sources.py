@@ -74,6 +74,23 @@ def test_damaged_memory_is_replaced_from_storage_block_by_block() -> None:
     assert len(figures.replaced) == 1 and "memory" in figures.replaced[0] and "w" in figures.replaced[0]
 
 
+def test_memory_that_its_agent_has_verified_is_only_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = one_leaf(world_size=2)
+    packs = packs_of(made)
+    held = {rank: [memoryview(pack) for pack in found] for rank, found in packs.items()}
+    view, figures = read_all(made, memory=held.get, in_memory=True, verified=[0, 1])
+    assert view.tobytes() == made.raw["w"].tobytes() and figures.bytes_by_source.keys() == {"memory"}
+    packs[1][0][int(made.checkpoint.plan.offset[1]) + 8] ^= 1
+    _, figures = read_all(made, memory=held.get, in_memory=True, verified=[0])
+    assert len(figures.replaced) == 1  # rank 1's was not
+
+
+def test_verified_memory_that_is_too_short_is_replaced() -> None:
+    made = one_leaf()
+    view, figures = read_all(made, memory=lambda rank: [memoryview(b"short")], in_memory=True, verified=[0])
+    assert view.tobytes() == made.raw["w"].tobytes() and figures.bytes_by_source.keys() == {"flash"}
+
+
 @pytest.mark.parametrize("held", [[], [memoryview(b"short")], [memoryview(b"")]])
 def test_memory_that_is_too_short_is_replaced(held: list[memoryview]) -> None:
     made = one_leaf()
@@ -146,6 +163,28 @@ def test_storage_that_stalls_is_given_up_and_never_writes_later() -> None:
     with pytest.raises(DeadlineError, match=r"no byte arrived for 0\.3 s"):
         task.run()
     assert time.monotonic() - begun < 5
+    view[:] = -2.0
+    gate.release()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("restore-")]:
+        thread.join(10)
+    assert (view == -2.0).all()
+
+
+def test_after_ctrl_c_nothing_is_written_any_more() -> None:
+    made = one_leaf(2000)
+    tier = FakeTier(made.tier)
+    gate = tier.hang("read_into", at=3, times=-1)
+    view = np.full(2000, -1.0)
+    calls = []
+
+    def ctrl_c(done: int, total: int) -> None:
+        calls.append(done)
+        raise KeyboardInterrupt
+
+    whole = [destination("w", made.spec("w"), [(Rect.whole((2000,)), view)])]
+    with pytest.raises(KeyboardInterrupt):
+        reading(tier, made.checkpoint, whole, progress=ctrl_c).run()
+    assert len(calls) == 1
     view[:] = -2.0
     gate.release()
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("restore-")]:

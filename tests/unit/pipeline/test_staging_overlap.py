@@ -94,7 +94,7 @@ def test_a_change_during_the_copy_fails_by_name():
     tensors[2].add_(1)  # not by an optimizer that was hooked
     gate.opened.set()
     ticket.wait_before_step()
-    with pytest.raises(UnsupportedStateError, match="w2 changed while it was copied"):
+    with pytest.raises(UnsupportedStateError, match=r"^w2 changed while it was copied"):
         ticket.finish(10)
     assert bench.end not in bench.checker.told
     bench.close()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
-from safehold.errors import StepNotFoundError, SupersededError
 from safehold.format.records import Incarnation, Tombstone
 from safehold.policy.belief import (
     AttemptView,
     Listing,
     accepted_for_new,
     believed,
-    check_newest,
-    choose,
     combine,
     debris,
-    deletable,
-    doubtful,
     is_void,
     shadowed,
 )
@@ -56,12 +49,11 @@ def swept(found, own=None, live=(), now_s=1000.0 + GRACE_S, set_aside=False):
 def test_half_written_attempts_are_no_checkpoints():
     found = listing([incarnation(1)], {commit(10): True, commit(20): False})
     assert believed(found) == [commit(10)]
-    assert choose(found) == commit(10)
 
 
 def test_nothing_is_believed_without_an_incarnation():
     found = listing([], {commit(10): True})
-    assert believed(found) == [] and choose(found) is None and found.newest is None
+    assert believed(found) == [] and found.newest is None
     assert swept(found, own=1) == []
 
 
@@ -84,10 +76,6 @@ def test_two_jobs_in_one_directory():
     found = listing([old, new], attempts, stones)
     assert believed(found) == [commit(30, 2), commit(20), commit(10)]
     assert swept(found, own=1) == []
-    assert not any(deletable(found, which, own_incarnation=1) for which in attempts)
-    with pytest.raises(SupersededError, match="incarnation 2"):
-        check_newest(found, 1)
-    check_newest(found, 2)
 
 
 def test_rolling_back_lists_only_what_came_before():
@@ -119,7 +107,7 @@ def test_a_tombstone_holds_until_a_newer_incarnation_lists_the_checkpoint():
     found = listing([incarnation(1)], {of: True}, [stone(of, 1)])
     assert believed(found) == [] and accepted_for_new(found) == []
     found = listing([incarnation(1), incarnation(2, of)], {of: True}, [stone(of, 1)])
-    assert believed(found) == [of] == doubtful(found)
+    assert believed(found) == [of]
     assert swept(found) == []
     found = listing([incarnation(1), incarnation(2, of)], {of: True}, [stone(of, 1), stone(of, 2)])
     assert believed(found) == []
@@ -170,18 +158,6 @@ def test_what_the_newest_lists_is_never_swept_for_a_missing_manifest():
     """A listing can lie for a while (NFS); the packs of an accepted checkpoint are not given up for it."""
     found = listing([incarnation(1), incarnation(2, commit(10))], {commit(10): False})
     assert believed(found) == [] and swept(found, now_s=1e12) == []
-
-
-def test_choosing():
-    found = listing([incarnation(1)], {commit(10): True, commit(20): True})
-    assert choose(found, 10) == commit(10)
-    assert choose(found, exclude=[commit(20)]) == commit(10)
-    with pytest.raises(StepNotFoundError, match="committed steps: 20, 10"):
-        choose(found, 15)
-    with pytest.raises(StepNotFoundError):
-        choose(found, exclude=[commit(10), commit(20)])
-    with pytest.raises(StepNotFoundError, match="none"):
-        choose(listing([], {}), 5)
 
 
 # ---- node-local disks ----

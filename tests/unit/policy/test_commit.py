@@ -32,6 +32,7 @@ from safehold.policy.commit import (
     Publish,
     Published,
     PublishFailed,
+    RankBack,
     RankFailed,
     RankGone,
     Settle,
@@ -198,6 +199,16 @@ def test_a_save_begun_without_somebody_fails_at_once():
     abandoned(feed(m, *begun(0)), RankLostError, rank=3)
     # Unless that rank is back.
     assert feed(m, *begun(3, step=20), *begun(0, 1, 2, step=20))[0].step == 20
+
+
+def test_a_rank_that_is_back_is_waited_for_again():
+    m = machine()
+    feed(m, RankGone(3), RankBack(3))
+    assert feed(m, *begun(0)) == []
+    assert feed(m, *begun(1, 2, 3))[0].step == 10
+    # What it had not staged when it went is lost all the same.
+    abandoned(feed(m, RankGone(3)), RankLostError, rank=3)
+    assert feed(m, RankBack(3)) == []
 
 
 def test_a_node_that_goes_before_it_recorded():

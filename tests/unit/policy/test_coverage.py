@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from policy_plans import big_plan, plan_of
 
@@ -99,6 +100,17 @@ def test_irregular_tiles_do_not_need_a_grid(monkeypatch):
     assert coverage.check(plan_of({"a": (97, 41)}, rows, 40)).all()
     with pytest.raises(CoverageError):
         coverage.check(plan_of({"a": (97, 41)}, rows[:-1], 40))
+
+
+def test_tensors_of_many_dims_take_no_longer():
+    ones = (1,) * 24
+    rows = [("a", 2 * x + y, (x, y, *(0,) * 24), (1, 1, *ones)) for x in (0, 1) for y in (0, 1)]
+    begun = time.process_time()
+    assert coverage.check(plan_of({"a": (2, 2, *ones)}, rows)).all()
+    with pytest.raises(CoverageError, match=r"lacks \[1:2, 1:2, 0:1"):
+        coverage.check(plan_of({"a": (2, 2, *ones)}, rows[:-1]))
+    assert not boxes.are_disjoint(np.zeros((2, 26), np.int64), np.ones((2, 26), np.int64))
+    assert time.process_time() - begun < 2
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -80,6 +80,14 @@ def test_a_first_dim_with_too_few_rows_is_not_what_is_cut(shape):
     assert sum(rect.numel for rect, _ in pieces) == Rect.whole(shape).numel
 
 
+def test_anything_may_be_shared_among_its_holders():
+    everybody = Holders(ranks=(0, 1, 2))
+    shard = held(spec(shape=(4,)), everybody)
+    found = {r: pieces_to_write(inventory(r, 3, shard), split_bytes=0) for r in range(3)}
+    assert sorted(item.rect.offsets for items in found.values() for item in items) == [(0,), (1,), (2,)]
+    assert all(len(items) == 1 for items in found.values())
+
+
 def test_the_owner_alone_writes():
     shard = held(spec(shape=(4096, 4096)), Holders(ranks=(0, 1, 2), owner=1))
     by_rank = written(3, lambda r: shard)

@@ -10,7 +10,7 @@ from policy_plans import big_plan, plan_of
 
 from safehold.errors import CoverageError, StateMismatchError
 from safehold.policy import resharding
-from safehold.policy.resharding import PlanIndex, Transfer, byte_range, flat_to_rects, group, transfers
+from safehold.policy.resharding import PlanIndex, Transfer, byte_range, flat_to_rects, transfers
 from safehold.types import Rect
 
 
@@ -66,30 +66,6 @@ def test_byte_ranges_run_from_the_first_needed_byte_to_the_last():
     assert byte_range(Transfer(0, 0, 0, 64, Rect((), ()), Rect((), ())), 8) == (64, 72)
 
 
-def one(rank, start, stop, pack=0):
-    rect = Rect((0,), (stop - start,))
-    return Transfer(0, rank, pack, start, rect, rect)
-
-
-def spans(reads):
-    return [(read.rank, read.pack, read.start, read.stop, len(read.transfers)) for read in reads]
-
-
-def test_reads_are_joined_over_small_gaps_only():
-    found = [one(0, 500, 600), one(0, 0, 100), one(0, 105, 200), one(1, 0, 50), one(0, 0, 10, pack=1)]
-    reads = group(found, lambda item: 1, max_gap_bytes=10)
-    assert spans(reads) == [(0, 0, 0, 200, 2), (0, 0, 500, 600, 1), (0, 1, 0, 10, 1), (1, 0, 0, 50, 1)]
-
-
-def test_reads_stay_within_their_limit_and_share_what_overlaps():
-    found = [one(0, 0, 100), one(0, 100, 200), one(0, 200, 300), one(0, 120, 140)]
-    reads = group(found, lambda item: 1, max_gap_bytes=0, max_read_bytes=200)
-    assert spans(reads) == [(0, 0, 0, 200, 3), (0, 0, 200, 300, 1)]
-    reads = group([one(0, 0, 1000), one(0, 10, 20)], lambda item: 1, max_read_bytes=100)
-    assert spans(reads) == [(0, 0, 0, 1000, 2)]
-    assert group([], lambda item: 1) == []
-
-
 def test_flat_ranges():
     assert flat_to_rects(0, 1, ()) == [Rect((), ())]
     assert flat_to_rects(0, 24, (2, 3, 4)) == [Rect((0, 0, 0), (2, 3, 4))]
@@ -134,3 +110,21 @@ def test_an_overlap_does_not_hide_a_hole_of_its_size():
     rows = [("a", 0, (0,), (2,)), ("a", 1, (1,), (2,))]
     with pytest.raises(CoverageError):
         transfers(plan_of({"a": (4,)}, rows), [("a", Rect((0,), (4,)))])
+
+
+def test_few_pieces_and_many_are_found_alike(monkeypatch):
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        rows = []
+        for rank in range(int(rng.integers(1, 5))):
+            first = rng.integers(0, 4, 2)
+            size = [int(rng.integers(0, 5 - at)) for at in first]
+            rows.append(("a", rank, tuple(map(int, first)), tuple(size)))
+        rows.append(("a", 9, (0, 0), (4, 4)))
+        offset = rng.integers(0, 4, 2)
+        want = Rect(tuple(map(int, offset)), tuple(int(rng.integers(1, 5 - at)) for at in offset))
+        plan = plan_of({"a": (4, 4)}, rows if rng.random() < 0.5 else rows[-1:])
+        found = transfers(plan, [("a", want)])
+        with monkeypatch.context() as patch:
+            patch.setattr(resharding, "_FEW_ROWS", 0)
+            assert transfers(plan, [("a", want)]) == found

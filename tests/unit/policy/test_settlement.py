@@ -71,6 +71,7 @@ def test_wire_form():
         {"groups": [[0, 2]], "leaves": [["a", "float32", [2], "torch", 0]] * 2},
         {"groups": [[0, 2]], "leaves": [["a", "float32", [2], "torch"]]},
         {"groups": 5, "leaves": 5},
+        {"groups": [[0, 1 << 20]] * 17, "leaves": []},
     ],
 )
 def test_other_data_is_refused(wire):

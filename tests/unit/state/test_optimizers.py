@@ -98,7 +98,7 @@ def test_parameters_of_no_module_are_named_by_group_and_position_and_said() -> N
     assert "state.#1.#0.exp_avg" in tensors_of(tree)
     assert objects_of(tree)["groups"]["groups"][1]["params"] == ["#1.#0"]
     assert len(tree.notes) == 1
-    assert "opt: 1 parameters belong to no saved module" in tree.notes[0]
+    assert "opt: 1 parameter without a saved module" in tree.notes[0]
 
 
 class Nested(torch.optim.Optimizer):

@@ -45,7 +45,7 @@ def test_match_by_name_whatever_the_order() -> None:
 def test_match_by_position_only_where_no_name_is_known() -> None:
     value = saved((["a"], {"lr": 0.1}), (["b"], {"lr": 0.2}))
     assert match([["x"], ["y"]], value) == [{"lr": 0.1}, {"lr": 0.2}]
-    with pytest.raises(StateMismatchError, match="1 parameter groups, the checkpoint has 2"):
+    with pytest.raises(StateMismatchError, match="1 parameter group, the checkpoint has 2"):
         match([["x", "y"]], value)
 
 

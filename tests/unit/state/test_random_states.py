@@ -65,8 +65,8 @@ def test_another_world_size_derives_the_same_streams_every_time(caplog: pytest.L
     assert drawn[:3] == drawn[3:]
     assert all(values[0] == alike for values in drawn)
     assert len({str(values[2:]) for values in drawn[:3]}) == 3
-    assert "random state torch: saved by 2 ranks, seeded anew for rank 1 of 3" in caplog.text
-    assert "random state python: the same on all saved ranks" in caplog.text
+    assert "safehold: random state torch: saved by 2 ranks, seeded anew for rank 1 of 3" in caplog.text
+    assert "safehold: random state python: the same on all saved ranks" in caplog.text
 
 
 def test_saved_without_or_asked_for_without() -> None:

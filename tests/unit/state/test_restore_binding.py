@@ -297,9 +297,16 @@ def test_per_rank_values() -> None:
 
 
 def test_a_failing_function_of_per_rank_is_named() -> None:
-    checkpoint = saved({"p": PerRank(0, policy="merge", how=sum)}, {"p": PerRank("x", policy="merge", how=sum)})
-    with pytest.raises(StateMismatchError, match=r"^p: the function of PerRank failed: TypeError"):
-        checkpoint.restore({"p": PerRank(0, policy="merge", how=sum)})
+    ones = torch.ones(1)
+    checkpoint = saved(
+        {"p": PerRank(0, policy="merge", how=sum), "w": ones}, {"p": PerRank("x", policy="merge", how=sum), "w": ones}
+    )
+    state = {"p": PerRank(0, policy="merge", how=sum), "w": torch.zeros(1)}
+    with pytest.raises(
+        StateMismatchError, match=r"nothing was overwritten[^$]*p: the function of PerRank failed: TypeError"
+    ):
+        checkpoint.restore(state)
+    assert not state["w"].any()
 
 
 def test_undeclared_objects_that_differ_between_ranks() -> None:
@@ -370,10 +377,14 @@ def test_a_tie_of_leaves_that_were_saved_apart_needs_equal_values() -> None:
     weight = torch.tensor([1.0, float("nan")])
     checkpoint = saved({"emb": weight, "head": weight, "out": weight.clone()})
     binding = checkpoint.restore(state)
-    assert tied[0] == 1 and len(binding.destinations) == 2
+    assert tied[0] == 1 and len(binding.destinations) == 1
+    [apart] = binding.apart
+    assert apart.names == ("emb", "out") and [spec.name for spec in apart.saved] == ["emb", "out"]
     checkpoint = saved({"emb": torch.ones(2), "head": torch.ones(2), "out": torch.zeros(2)})
+    tied.fill_(7)
     with pytest.raises(StateMismatchError, match="emb and out: one tensor in this state, two in the checkpoint"):
         checkpoint.restore(state)
+    assert tied.tolist() == [7, 7]
     array = np.zeros(2)
     saved({"a": np.ones(2), "b": np.ones(2)}).restore({"a": array, "b": array})
     assert array.all()

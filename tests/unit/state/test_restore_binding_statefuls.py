@@ -76,7 +76,8 @@ def test_data_loaders_are_not_asked_for_their_state_before_it_is_restored() -> N
             return iter(())
 
     for template, given in ((Loader(), {"at": 3}), (Iterable(), {"at": 3, "rng": torch.ones(2)})):
-        saved({"data": Loader(given)}).restore({"data": template})
+        source = type(template)(given)
+        saved({"data": source}).restore({"data": template})
         assert template.loaded[0]["at"] == 3
 
 
@@ -97,7 +98,7 @@ def test_a_refusing_load_state_dict_is_named() -> None:
             raise KeyError("epoch")
 
     with pytest.raises(StateMismatchError, match=r"^s: load_state_dict\(\) of .*Refuses.*epoch"):
-        saved({"s": Holder({"n": 1})}).restore({"s": Refuses({"n": 0})})
+        saved({"s": Refuses({"n": 1})}).restore({"s": Refuses({"n": 0})})
 
 
 def test_loss_scalers_are_restored_from_device_tensors() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from safehold.errors import ConfigurationError, StorageError, TornFileError
+from safehold.host.direct_io import DirectLimits
 from safehold.testing.fake_disk import FakeDisk
 from safehold.tiers import flash_pack
 from safehold.tiers.base import TEMPORARY_PREFIX
@@ -125,6 +126,31 @@ def test_a_pack_that_shrinks_under_its_reader_is_torn(tmp_path: Path) -> None:
         with pytest.raises(TornFileError):
             reader.read_into(0, memoryview(bytearray(100_000)))
         reader.close()
+
+
+class FailsToClose:
+    """An open file of 10 bytes that is closed with an error."""
+
+    direct = DirectLimits()
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def size(self) -> int:
+        return 10
+
+    def close(self) -> None:
+        self.closed += 1
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_all_of_a_reader_is_closed_before_its_error_is_told() -> None:
+    files = FailsToClose(), FailsToClose()
+    reader = flash_pack.FlashPackReader(*files, path="p", tier="flash")  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="closing a pack failed"):
+        reader.close()
+    reader.close()
+    assert [file.closed for file in files] == [1, 1]
 
 
 def test_delete_tree_follows_no_links(tmp_path: Path) -> None:
@@ -255,6 +281,27 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
         tier.put("d", b"x", exclusive=True)
 
 
+@pytest.mark.parametrize("num_swept", [1, 3, 100])
+def test_an_empty_directory_that_is_swept_while_one_is_made_in_it_is_made_again(num_swept: int) -> None:
+    class Swept(FakeDisk):
+        left = num_swept
+
+        def mkdir(self, path: str) -> None:
+            if path == "a/b/c" and self.left:
+                self.left -= 1
+                self.rmdir("a/b")
+            super().mkdir(path)
+
+    disk = Swept()
+    tier = FlashTier(disk.root, disk)
+    if num_swept == 100:  # that is no sweep
+        with pytest.raises(StorageError, match="ENOENT"):
+            tier.create_pack("a/b/c/p", 10)
+    else:
+        tier.create_pack("a/b/c/p", 10).finish()
+        assert tier.size("a/b/c/p") == 10
+
+
 def test_probe_reports_what_it_found() -> None:
     disk = FakeDisk(links=False, exclusive_renames=False, allocates=False, fsyncs_directories=False, direct_align=0)
     report = FlashTier(disk.root, disk).probe()
@@ -319,7 +366,19 @@ def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "given", ["", "s3://bucket/run", "gs://b", "az://c", "https://x", "ftp://x", "file://host/a", "file://", "a\0b"]
+    "given",
+    [
+        "",
+        "s3://bucket/run",
+        "gs://b",
+        "az://c",
+        "https://x",
+        "ftp://x",
+        "file://host/a",
+        "file://",
+        "file://[a",
+        "a\0b",
+    ],
 )
 def test_places_that_cannot_be(given: str) -> None:
     with pytest.raises(ConfigurationError):

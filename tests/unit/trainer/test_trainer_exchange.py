@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankLostError, StorageError
+from safehold.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    RankInterruptedError,
+    RankLostError,
+    StorageError,
+)
 from safehold.pipeline.exchange import Exchange, membership, node_name
 from safehold.types import Membership
 
@@ -129,8 +136,26 @@ def test_what_rank_0_cannot_decide_is_told_to_all_at_once(exc: BaseException) ->
     errors = run(3, lambda exchange, rank: exchange.decide("what", make), timeout_s=20.0)
     assert time.monotonic() - begun < 5.0
     assert errors[0] is exc
+    expected = RankInterruptedError if isinstance(exc, KeyboardInterrupt) else ConfigurationError
     for error in errors[1:]:
-        assert isinstance(error, ConfigurationError) and (type(exc).__name__ in str(error) or "no" in str(error))
+        assert isinstance(error, expected) and (type(exc).__name__ in str(error) or "no" in str(error))
+
+
+@pytest.mark.parametrize("interrupted", [0, 2])
+def test_an_interrupted_rank_is_not_waited_for(interrupted: int) -> None:
+    def work(exchange: Exchange, rank: int) -> Any:
+        with exchange.telling():
+            if rank == interrupted:
+                raise KeyboardInterrupt
+            exchange.gather("who", rank)
+            return exchange.decide("what", lambda: 1)
+
+    begun = time.monotonic()
+    results = run(3, work, timeout_s=20.0)
+    assert time.monotonic() - begun < 5.0
+    assert isinstance(results[interrupted], KeyboardInterrupt)
+    for error in [result for rank, result in enumerate(results) if rank != interrupted]:
+        assert isinstance(error, RankInterruptedError) and error.rank == interrupted
 
 
 def test_who_gives_up_tells_those_who_wait_longer() -> None:

@@ -15,11 +15,14 @@ from safehold.errors import (
     CheckpointError,
     ConfigurationError,
     DeadlineError,
+    RankLostError,
     SkippedError,
+    StateMismatchError,
     StorageError,
     SupersededError,
+    from_wire,
 )
-from safehold.trainer.failures import Failures
+from safehold.trainer.failures import Failures, interrupted
 from safehold.trainer.handles import SaveHandle
 
 FORWARD = {
@@ -195,3 +198,30 @@ def test_nothing_is_silent(caplog: pytest.LogCaptureFixture) -> None:
         failures.add(SKIP)
         failures.add(DISK)
     assert "busy" in caplog.text and "full" in caplog.text
+
+
+def test_nothing_is_told_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """What the next call raises is no warning too; what it does not raise is one."""
+    failures = Failures(Config())
+    newer = SupersededError("newer")
+    with caplog.at_level(logging.INFO, logger="safehold"):
+        failures.add(DISK)
+        failures.add(StorageError("second"))
+        failures.add(StorageError("in the call"), raised=True)
+        failures.add(AGENT)
+        failures.add(newer)
+    said = {entry.args[0].message: entry.levelname for entry in caplog.records}  # type: ignore[index, union-attr]
+    assert said == {"full": "INFO", "second": "WARNING", "in the call": "INFO", "died": "WARNING", "newer": "INFO"}
+    assert failures.num_failed == 5
+    for error in (newer, newer):
+        with pytest.raises(SupersededError) as caught:
+            failures.raise_pending()
+        assert caught.value is error
+
+
+def test_what_other_ranks_are_told_of_an_interrupted_save() -> None:
+    error = interrupted(KeyboardInterrupt(), 7, 1)
+    assert isinstance(error, RankLostError) and error.exit_code == 130 and (error.step, error.rank) == (7, 1)
+    assert "rank 1 was interrupted (KeyboardInterrupt)" in str(error)
+    assert from_wire(error.to_wire()).exit_code == 130
+    assert isinstance(interrupted(ValueError("odd"), 7, 1), StateMismatchError)

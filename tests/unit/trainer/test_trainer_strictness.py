@@ -107,3 +107,47 @@ def test_taking_over_a_running_job_is_said(run, caplog):
     finally:
         with pytest.raises(safehold.CheckpointError, match="owns the run"):
             first.close()
+
+
+def test_tensors_that_were_saved_apart_and_differ_are_refused_before_anything_is_overwritten(run):
+    apart = {"emb": torch.ones(4), "head": torch.zeros(4), "x": torch.ones(2)}
+    weight = torch.full((4,), 7.0)
+    state = {"emb": weight, "head": weight, "x": torch.zeros(2)}
+
+    def refuses(ckpt):
+        with pytest.raises(StateMismatchError, match="emb and head: one tensor in this state, two in the"):
+            ckpt.restore(state)
+        assert weight.tolist() == [7] * 4 and not state["x"].any()
+
+    with safehold.Checkpointer(run) as ckpt:
+        ckpt.save(1, apart).wait()
+        refuses(ckpt)
+    with safehold.Checkpointer(run) as ckpt:
+        refuses(ckpt)
+        fits = {name: torch.full_like(tensor, 9) for name, tensor in apart.items()}
+        assert ckpt.restore(fits) == 1 and fits["emb"].all() and not fits["head"].any()
+        ckpt.save(2, {**apart, "head": torch.ones(4)}).wait()
+        assert ckpt.restore(state) == 2 and weight.tolist() == [1] * 4 and state["x"].all()
+
+
+def test_another_schedule_and_a_wrong_rename_are_refused_before_anything_is_overwritten(run, caplog):
+    sched = torch.optim.lr_scheduler
+
+    def state(kind, **options):
+        found = stepped()
+        return {**found, "schedule": kind(found["optimizer"], **options)}
+
+    with safehold.Checkpointer(run) as ckpt:
+        ckpt.save(1, state(sched.StepLR, step_size=3)).wait()
+    other = state(sched.CosineAnnealingLR, T_max=9)
+    before = other["model"].weight.detach().clone()
+    with safehold.Checkpointer(run) as ckpt:
+        with pytest.raises(StateMismatchError, match="class StepLR, the state has the class CosineAnnealingLR"):
+            ckpt.restore(other)
+        with pytest.raises(ConfigurationError, match=r"rename= speaks of what is not in the checkpoint.*: modle"):
+            ckpt.restore(other, partial=True, rename={"modle": "net"})
+        assert torch.equal(other["model"].weight, before)
+        with caplog.at_level(logging.WARNING, logger="safehold"):
+            assert ckpt.restore(other, partial=["schedule", "old.*"]) == 1
+        assert "of no use: partial= 'old.*'" in caplog.text and "schedule" not in caplog.text
+        assert other["schedule"].step_size == 3

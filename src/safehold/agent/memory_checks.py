@@ -1,0 +1,95 @@
+"""Verifies the arenas of trainers that have died, so that a restore from this node's memory has only to copy.
+
+Invariants: an arena counts as verified once all its bytes matched their checksums while no process was left that could write to it, and
+until one is given it again to write. What does not match stays what it was: the restore finds it, says so, and reads elsewhere.
+Used from the dispatcher thread only, but for the threads that wait for the end of a process.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from safehold.agent.arenas import Arena, ArenaPool, Post
+from safehold.agent.flusher_client import Flusher
+from safehold.errors import CheckpointError
+from safehold.host.process import Process
+
+LEAVING_S = 30.0
+
+
+class MemoryChecks:
+    """Follows the trainers of one session that went.
+
+    Args:
+        pool: The node's arenas.
+        flusher: Reads the checksums, and compares.
+        post: Runs a function in the dispatcher.
+        timeout_s: Seconds that a check may take.
+    """
+
+    def __init__(self, pool: ArenaPool, flusher: Flusher, post: Post, *, timeout_s: float) -> None:
+        self._pool, self._flusher, self._post, self._timeout_s = pool, flusher, post, timeout_s
+        self._dead: set[int] = set()
+        self._lives: dict[int, int] = {}
+        self._checking: set[tuple[int, int]] = set()
+
+    def rank_gone(self, rank: int, pid: int) -> None:
+        """A trainer's connection ended; its arena is checked once its process has, if that can be seen (`pid` above 0)."""
+        if pid <= 0:
+            return
+        life = self._lives.get(rank, 0)
+        try:
+            threading.Thread(target=self._await_end, args=(rank, pid, life), name="process-end", daemon=True).start()
+        except RuntimeError:
+            pass  # no thread: then the restore verifies
+
+    def rank_back(self, rank: int) -> None:
+        """A trainer has connected."""
+        self._dead.discard(rank)
+        self._lives[rank] = self._lives.get(rank, 0) + 1
+
+    def _await_end(self, rank: int, pid: int, life: int) -> None:
+        try:
+            process = Process(pid)
+        except (ProcessLookupError, OSError) as exc:
+            ended = isinstance(exc, ProcessLookupError)
+        else:
+            ended = process.wait(LEAVING_S)
+            process.close()
+        if ended:
+            self._post(lambda: self._ended(rank, life))
+
+    def _ended(self, rank: int, life: int) -> None:
+        if self._lives.get(rank, 0) == life:
+            self._dead.add(rank)
+            self.consider()
+
+    def consider(self) -> None:
+        """Check what dead trainers left, if that is a whole checkpoint and was not checked yet."""
+        for rank in self._dead:
+            arena = self._pool.of(rank)
+            if arena is not None and arena.content is not None and not arena.busy and not arena.verified:
+                self._check(arena)
+
+    def _check(self, arena: Arena) -> None:
+        commit, use = arena.content, (arena.arena_id, arena.num_uses)
+        assert commit is not None
+        if use in self._checking:
+            return
+        self._checking.add(use)
+
+        def checked(equal: Any, error: CheckpointError | None) -> None:
+            self._checking.discard(use)
+            same = self._pool.of(arena.rank) is arena and use == (arena.arena_id, arena.num_uses)
+            if same and arena.rank in self._dead and arena.content == commit:
+                arena.verified = error is None and equal is True
+
+        arguments = {
+            "commit": [commit.step, commit.incarnation, commit.attempt],
+            "rank": arena.rank,
+            "packs": arena.packs,
+            "arena_id": arena.arena_id,
+            "arena_bytes": arena.size_bytes,
+        }
+        self._flusher.call("check_memory", arguments, checked, timeout_s=self._timeout_s, fds=(arena.fd,))
