@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import sys
 import time
@@ -12,10 +11,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from safehold.agent.messages import Durable
 from safehold.agent.plugins import install_listener
 from safehold.cli import config_source
 from safehold.config import Config
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankInterruptedError
+from safehold.errors import CheckpointError, ConfigurationError, RankInterruptedError
 from safehold.events import EventStream
 from safehold.pipeline.exchange import membership
 from safehold.pipeline.maintenance import keep_to_wire
@@ -26,10 +26,12 @@ from safehold.state.leaves import RestoreOptions
 from safehold.tiers.open import local_path, open_tier
 from safehold.trainer.connection import Run, open_run
 from safehold.trainer.failures import Failures
-from safehold.trainer.handles import SaveHandle
+from safehold.trainer.handles import SaveHandle, wait_all
 from safehold.trainer.metrics import metric_values
+from safehold.trainer.overdue import Overdue
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
+from safehold.trainer.steps import check_order, step_number
 from safehold.trainer.terminal import NOT_AWAITED, end_program, restore_progress
 from safehold.types import Store
 
@@ -59,6 +61,9 @@ class Checkpointer:
         AgentUnavailableError: The agent could not be started.
         StorageError: The run directory cannot be used.
         DeadlineError: A rank did not take part.
+
+    Calls come from one thread, and never from a signal handler: it may have interrupted one that holds a lock. Let the handler set a flag
+    that the training loop looks at.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class Checkpointer:
         self._unhook: Callable[[], None] | None = None
         self._hooked: tuple[int, ...] = ()
         self.last_restore: RestoreReport | None = None
-        self._last_durable_at = time.monotonic()
+        self._overdue = Overdue(self._every.seconds, self.config, self._failures)
         with self.events.span("open", rank=self.rank):
             self._run: Run = open_run(
                 self.path,
@@ -174,8 +179,9 @@ class Checkpointer:
             CheckpointError: A failure of an earlier save in the background, once; see `Config.on_failure`.
         """
         step = self._check(step)
-        self._failures.raise_pending()
         client = self._run.client
+        self._overdue.look(client, step)
+        self._failures.raise_pending()
         due = due_by_steps(self._every, self._previous_step, step, self._last_saved)
         announced = False
         node_control = client.node_control  # None while another agent is looked for
@@ -192,7 +198,7 @@ class Checkpointer:
         if due:
             return self._save(step, state, metrics or {})
         if not self._prepared and self._every:
-            self.prepare(state, wait=False)
+            self._prepare_quietly(lambda: self.prepare(state, wait=False))
         return None
 
     def _tell_progress(self, step: int) -> None:
@@ -235,11 +241,16 @@ class Checkpointer:
         Raises:
             UnsupportedStateError: A leaf cannot be saved; its name and type are in the message.
             StateMismatchError: Ranks disagree about a leaf.
-            CheckpointError: A failure of an earlier save in the background, once; or of this one, where it is known at once.
+            CheckpointError: A failure of an earlier save in the background, once (with `final` this one has begun all the same);
+                or of this one, where it is known at once.
         """
         step = self._check(step)
-        self._failures.raise_pending()
-        return self._save(step, state, metrics or {}, final=final, overwrite=overwrite)
+        if not final:
+            self._failures.raise_pending()
+        handle = self._save(step, state, metrics or {}, final=final, overwrite=overwrite)
+        if final:  # there is no later one that could make up for it
+            self._failures.raise_pending()
+        return handle
 
     def _save(
         self,
@@ -252,7 +263,10 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> SaveHandle:
         assert self._saver is not None
-        self._check_order(step, overwrite)
+        if not overwrite:
+            in_flight = [handle.step for handle in self._saver.open_handles()]
+            newest = max(in_flight, default=None) if self._newest is None else max([self._newest, *in_flight])
+            check_order(step, newest, path=self.path, rank=self.rank)
         if self._overlap:
             self._hook(state)
         self._prepared = True
@@ -266,8 +280,6 @@ class Checkpointer:
             overlap=self._overlap,
         )
         self._last_saved = step
-        if handle.state != "skipped":
-            self._newest = max(step, self._newest or 0)
         return handle
 
     def prepare(self, state: Any, *, wait: bool = True) -> None:
@@ -285,6 +297,14 @@ class Checkpointer:
         if self._overlap:
             self._hook(state)
         self._saver.prepare(state, wait=wait)
+
+    @staticmethod
+    def _prepare_quietly(prepare: Callable[[], None]) -> None:
+        """Prepare where nobody has asked for it; what stands in the way is raised by the save that needs it."""
+        try:
+            prepare()
+        except Exception as exc:
+            log.warning("safehold: preparing for saves failed: %s", exc, exc_info=not isinstance(exc, CheckpointError))
 
     def _hook(self, state: Any) -> None:
         """Have every optimizer of the state wait for the copy before it steps."""
@@ -337,11 +357,12 @@ class Checkpointer:
             DeadlineError: A rank did not take part, or storage stalled.
         """
         self._check(0)
+        wanted = None if step is None else step_number(step, self.rank)
         self._failures.raise_pending()
         assert self._saver is not None
         self._saver.finish_staging()
         options = RestoreOptions(partial=partial, rename=rename, cast=cast)
-        report = self._restorer.restore(state, step, options)
+        report = self._restorer.restore(state, wanted, options)
         self.last_restore = report
         self._saver.forget_bindings()
         if report is not None:
@@ -356,8 +377,11 @@ class Checkpointer:
             self._tell_progress(report.step)
             if self.rank == 0:
                 log.info("safehold: %s", report)
-        if not self._prepared and (self._every or report is not None):
-            self.prepare(state, wait=False)
+        if report is not None and not self._overlap:
+            self._prepared, saver, bound = True, self._saver, self._restorer.take_bound()
+            self._prepare_quietly(lambda: saver.prepare_restored(bound))
+        elif not self._prepared and (self._every or report is not None):
+            self._prepare_quietly(lambda: self.prepare(state, wait=False))
         return report.step if report is not None else None
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
@@ -371,15 +395,7 @@ class Checkpointer:
         """
         self._check_process()
         assert self._saver is not None
-        self._saver.finish_staging()
-        limit = self.config.flush_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        late: DeadlineError | None = None
-        for handle in self._saver.open_handles():
-            try:
-                handle._wait_over(max(0.0, deadline - time.monotonic()), limit)
-            except DeadlineError as exc:
-                late = late or exc
+        late = wait_all(self._saver.open_handles(), self.config.flush_timeout_s if timeout_s is None else timeout_s)
         self._failures.raise_pending(always=True)
         if late is not None:
             raise late
@@ -402,18 +418,19 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        deadline = time.monotonic() + (self.config.flush_timeout_s if timeout_s is None else timeout_s)
         try:
             self.wait(timeout_s)
         finally:
-            self._leave(linger=linger)
+            self._leave(max(0.0, deadline - time.monotonic()), linger=linger)
 
-    def _leave(self, *, linger: bool) -> None:
+    def _leave(self, timeout_s: float, *, linger: bool) -> None:
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
         try:
             if self._saver is not None:
-                self._saver.close()
+                self._saver.close(timeout_s)
         finally:
             self._run.client.close(linger=linger)
 
@@ -460,29 +477,15 @@ class Checkpointer:
         if self._closed:
             raise ConfigurationError("this Checkpointer is closed", rank=self.rank)
         self._check_process()
-        try:
-            number = -1 if isinstance(step, bool) else operator.index(step)
-        except TypeError:
-            number = -1
-        if not 0 <= number < 1 << 40:
-            raise ConfigurationError(f"a step is an integer from 0, not {step!r}", rank=self.rank)
-        return number
-
-    def _check_order(self, step: int, overwrite: bool) -> None:
-        """Refuse a save behind the run's newest: as the lower step it would be the first that retention lets go."""
-        if self._newest is None or step >= self._newest or overwrite:
-            return
-        hint = (
-            "restore first, use another run directory for another training, or restore an older step to go back to it"
-        )
-        text = f"step {step} comes before step {self._newest}, which this run has already"
-        raise ConfigurationError(text, step=step, path=self.path, rank=self.rank, hint=hint)
+        return step_number(step, self.rank)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigurationError("a forked child cannot use its parent's Checkpointer", rank=self.rank)
 
     def _notify(self, reply: Any) -> None:
+        if isinstance(reply, Durable):
+            self._newest = max(reply.step, self._newest or 0)
         if self._saver is not None:
             self._saver.notify(reply)
 

@@ -41,7 +41,7 @@ class Config:
         flush_rate_bytes_s: Upper bound for a node's flush rate; 0: none.
         flush_busy_share: Share of the node's CPU time that flushes take at most while training leaves no core idle; 0: no limit.
         flush_nice: Niceness of what runs beside training: flushers, and threads of the agent that populate arenas; 0 to 19.
-        restore_threads: Threads that read for one rank.
+        restore_threads: Threads of one rank's restore; all but one of them read at a time, and the other verifies and copies.
         delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
         runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.

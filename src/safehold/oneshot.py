@@ -8,10 +8,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from safehold.cli import config_source
 from safehold.config import Config
 from safehold.errors import (
     CheckpointError,
     ConfigurationError,
+    DeadlineError,
     FormatVersionError,
     IntegrityError,
     StateMismatchError,
@@ -24,11 +26,14 @@ from safehold.pipeline.catalog import Catalog, Checkpoint, RestoreCandidate, fin
 from safehold.pipeline.direct_load import load_tree, saved_index
 from safehold.pipeline.exchange import Exchange, membership
 from safehold.pipeline.restore import Reading
+from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
 from safehold.state.leaves import Destination, RestoreOptions
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
 from safehold.tiers.open import local_path, open_tier
+from safehold.trainer.metrics import metric_values
+from safehold.trainer.steps import step_number
 from safehold.types import CommitId, Store
 
 log = logging.getLogger("safehold")
@@ -49,7 +54,8 @@ def save(
     """Save `state` as one checkpoint of the run directory `path`, and return when it is durable.
 
     Collective where there are several ranks, over the launcher's store. Opens an incarnation of its own, so it must not be used on the
-    directory of a training that is running. No agent is started and no retention is applied.
+    directory of a training that is running. No agent is started and no retention is applied. Settings come from the environment and
+    from `safehold.toml`, as those of a `Checkpointer` do.
 
     Args:
         path: The run directory; made if absent.
@@ -66,18 +72,30 @@ def save(
         The step.
 
     Raises:
+        ConfigurationError: An argument or a setting is wrong, on some rank; nothing was written.
         CheckpointError: Nothing was committed; the same on all ranks.
     """
+    config = _settings()
     member = membership(store, rank, world_size)
-    exchange = Exchange(member, "save", Config().start_timeout_s)
-    tier = open_tier(local_path(path))
+    exchange = Exchange(member, "save", config.start_timeout_s)
+    error: CheckpointError | None = None
+    try:
+        step = step_number(step, member.rank)
+        metrics = metric_values({} if metrics is None else metrics, step)
+    except ConfigurationError as exc:
+        error = exc
+    with exchange.telling():
+        exchange.agree("arguments", error)
+    assert metrics is not None
+    tier = open_tier(local_path(path), direct=config.direct_io)
     direct_save.save(
         tier,
         exchange,
         state,
+        config=config,
         member=member,
         step=step,
-        metrics=metrics or {},
+        metrics=metrics,
         random_states=random_states,
         overwrite=overwrite,
         token=secrets.token_hex(16),
@@ -117,7 +135,9 @@ def load(
         IntegrityError: It does not verify, and there is no older one; the message says if the state was touched.
         StorageError: It cannot be read, and there is no older one.
         StateMismatchError: Template and checkpoint do not fit; nothing was overwritten. Or one of `names` matches no leaf.
-        ConfigurationError: `rename` speaks of what is not in the checkpoint, or something is given that needs a template.
+        ConfigurationError: `rename` speaks of what is not in the checkpoint, something is given that needs a template, or an argument
+            or a setting is wrong.
+        DeadlineError: Storage stalled.
     """
     if state is not None and names is not None:
         raise StateMismatchError("names= goes without a template", hint="with a template use partial=")
@@ -125,19 +145,21 @@ def load(
         raise ConfigurationError(
             "partial=, rename=, cast= and random_states= need a template: they say how it is filled"
         )
-    tier = open_tier(local_path(path))
+    config = _settings()
+    step = None if step is None else step_number(step)
+    tier = open_tier(local_path(path), direct=config.direct_io)
     options = RestoreOptions(partial=partial, rename=rename, cast=cast)
     failed: list[tuple[CommitId, CheckpointError]] = []
     while True:
-        found = _candidate(tier, step, failed)
+        found = _candidate(tier, step, failed, config)
         assert found.checkpoint is not None
         rejected = [*failed, *found.rejected]
         try:
             loaded = state
             if state is None:
-                loaded = load_tree(tier, found.checkpoint, names)
+                loaded = load_tree(tier, found.checkpoint, names, config)
             else:
-                _fill(tier, found.checkpoint, state, options, random_states)
+                _fill(tier, found.checkpoint, state, options, random_states, config)
         except (IntegrityError, StorageError) as exc:
             if isinstance(exc, FormatVersionError):
                 raise
@@ -151,10 +173,25 @@ def load(
         return loaded
 
 
-def _candidate(tier: Tier, step: int | None, failed: list[tuple[CommitId, CheckpointError]]) -> RestoreCandidate:
+def _settings() -> Config:
+    """Return the settings of `safehold.toml` and the environment, as a `Checkpointer` without arguments has them."""
+    return config_source.build(Config, config_source.load(Config))
+
+
+def _candidate(
+    tier: Tier, step: int | None, failed: list[tuple[CommitId, CheckpointError]], config: Config
+) -> RestoreCandidate:
     """Return the next checkpoint to try; where there is none any more, raise what was wrong with the first."""
+    tried = [commit for commit, _ in failed]
     try:
-        found = find_restore_candidate(tier, step, exclude=[commit for commit, _ in failed])
+        found = within(
+            config.stall_timeout_s,
+            "looking for a checkpoint",
+            lambda: find_restore_candidate(tier, step, exclude=tried),
+            path=tier.url,
+        )
+    except DeadlineError:
+        raise
     except CheckpointError as exc:
         if failed:
             first = failed[0][1]
@@ -187,11 +224,16 @@ def _require_run(tier: Tier, step: int | None) -> None:
         raise StepNotFoundError(exc.message, step=step, path=exc.path, hint=exc.hint) from exc
 
 
-def _fill(tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOptions, random_states: bool) -> None:
+def _fill(
+    tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOptions, random_states: bool, config: Config
+) -> None:
     binding = bind_for_restore(
         state, saved_index(checkpoint), rank=0, world_size=1, options=options, random_states=random_states
     )
-    values = StoredObjects(tier, checkpoint).values(binding.object_names, rank=0, world_size=1)
+    stored = within(
+        config.stall_timeout_s, "reading the objects", lambda: StoredObjects(tier, checkpoint), path=tier.url
+    )
+    values = stored.values(binding.object_names, rank=0, world_size=1)
 
     def reading(destinations: Sequence[Destination]) -> Reading:
         return Reading(
@@ -204,7 +246,6 @@ def _fill(tier: Tier, checkpoint: Checkpoint, state: Any, options: RestoreOption
             stall_s=config.stall_timeout_s,
         )
 
-    config = Config()
     apart = differing(binding.apart, lambda both: reading(both).run())
     mismatched = [*binding.mismatched, *binding.check(values), *apart]
     error = mismatch_error(binding.missing, binding.unexpected, mismatched, binding.unused)

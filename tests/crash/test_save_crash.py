@@ -22,6 +22,7 @@ from whole_saves import (
     state_of,
 )
 
+from safehold.config import Config
 from safehold.format import paths
 from safehold.pipeline import direct_save, ledger
 from safehold.pipeline.exchange import Exchange
@@ -112,6 +113,7 @@ def one_shot(tier: Tier, promises: Promises) -> None:
             tier,
             Exchange(member, "save", 10.0),
             state_of(version),
+            config=Config(),
             member=member,
             step=step,
             metrics={},

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +54,14 @@ def interrupt(number: int = 1) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def at(ckpt: safehold.Checkpointer, phase: str, step: int | None = STEP) -> None:
-    """Interrupt when a phase starts."""
+def at(
+    ckpt: safehold.Checkpointer, phase: str, step: int | None = STEP, first: Callable[[], object] = lambda: None
+) -> None:
+    """Interrupt when a phase starts, and `first` has returned."""
 
     def listen(event: Event) -> None:
         if (event.phase, event.stage) == (phase, "started") and step in (None, event.step):
+            first()
             interrupt()
 
     ckpt.events.subscribe(listen)
@@ -114,6 +118,12 @@ def drain_at_exit(run: str, phase: str) -> None:
             interrupt()
 
 
+def wait_for(store: DirectoryStore, key: str) -> None:
+    ends = time.monotonic() + 20
+    while not store.check([key]) and time.monotonic() < ends:
+        time.sleep(0.005)
+
+
 def ranks(run: str, phase: str) -> None:
     """Rank 1 is interrupted in its save; rank 0 hears of it when it ends."""
     rank = int(os.environ["RANK"])
@@ -121,8 +131,9 @@ def ranks(run: str, phase: str) -> None:
     ckpt = safehold.Checkpointer(run, store=store, rank=rank, world_size=2)
     ckpt.save(1, state()).wait()
     if rank == 1:
-        at(ckpt, phase)
+        at(ckpt, phase, first=lambda: wait_for(store, "staged"))
     handle = ckpt.save(STEP, state())
+    store.set("staged", b"")  # before that the news would be raised by `save` itself
     while handle.state in ("staging", "staged"):
         time.sleep(0.01)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -259,4 +260,26 @@ def test_what_works_beside_training_gives_way_to_it(rig: Rig) -> None:
             max(7, os.getpriority(os.PRIO_PROCESS, 0))
         }
         assert os.getpriority(os.PRIO_PROCESS, rig.agent_pid()) == os.getpriority(os.PRIO_PROCESS, 0)
+        job.all("close")
+
+
+def test_arenas_that_come_with_a_save_are_made_ready_for_the_next(rig: Rig) -> None:
+    """The state grew, or the agent is another: what was prepared for is gone."""
+    ready = "result = me.ckpt._saver._arena.is_ready(next(iter(me.ckpt._run.arenas.values())))"
+
+    def made_ready(job: Job) -> bool:
+        return bool(job[0].call("evaluate", ready))
+
+    with rig.job(1) as job:
+        job.all("open", str(rig.run))
+        job.all("prepare")
+        job.all("save", 1, wait=True)
+        assert made_ready(job)
+        job.all("put", "big", [512, 2048])
+        job.all("save", 2, wait=True)
+        until(lambda: made_ready(job), "the larger arena")
+        os.kill(rig.agent_pid(), signal.SIGKILL)
+        until(lambda: rig.try_status() is not None, "another agent")
+        job.all("save", 3, wait=True)
+        until(lambda: made_ready(job), "the new agent's arena")
         job.all("close")

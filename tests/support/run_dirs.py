@@ -11,7 +11,7 @@ What a save writes is what agents write: packs, objects, node records, plan, man
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,12 +188,12 @@ def write_checkpoint(
         node_records[node], record_bytes[node] = record, records.encode_node_record(record)
         tier.put(f"{paths.checkpoint_dir(commit)}/{paths.node_record(node)}", record_bytes[node])
     tier.sync_tree(paths.checkpoint_dir(commit))
-    manifest = agreement.compose_manifest(
+    manifest = compose_manifest(
         run_id=run_id,
         commit=commit,
         plan_bytes=plan_bytes,
         world_size=world_size,
-        records=node_records,
+        node_records=node_records,
         record_bytes=record_bytes,
         created_s=created_s,
         library="test",
@@ -204,6 +204,56 @@ def write_checkpoint(
         path = f"{paths.checkpoint_dir(commit)}/{paths.MANIFEST}"
         tier.put(path, records.encode_manifest(manifest), exclusive=True)
     return manifest
+
+
+def compose_manifest(
+    *,
+    run_id: str,
+    commit: CommitId,
+    plan_bytes: bytes,
+    world_size: int,
+    node_records: Mapping[int, records.NodeRecord],
+    record_bytes: Mapping[int, bytes],
+    created_s: float,
+    library: str,
+    metrics: Mapping[str, float] | None = None,
+    final: bool = False,
+    tags: Sequence[str] = (),
+) -> records.Manifest:
+    """Return the manifest that vouches for the given documents.
+
+    Args:
+        run_id: The run.
+        commit: The checkpoint.
+        plan_bytes: The plan as stored.
+        world_size: Number of ranks.
+        node_records: Node -> record.
+        record_bytes: Node -> the same as stored.
+        created_s: Wall clock, seconds since the epoch.
+        library: Version that writes.
+        metrics: The user's figures of this step.
+        final: Whether it is the last save of its training.
+        tags: The user's words.
+    """
+    total, checksum = agreement.totals([node_records[node] for node in sorted(node_records)])
+    return records.Manifest(
+        run_id=run_id,
+        commit=commit,
+        world_size=world_size,
+        nodes=tuple(
+            records.NodeRef(node=node, size_bytes=len(data), blake3=document.digest(data))
+            for node, data in sorted(record_bytes.items())
+        ),
+        plan_digest=document.digest(plan_bytes),
+        plan_size_bytes=len(plan_bytes),
+        total_bytes=total,
+        crc32=checksum,
+        created_s=created_s,
+        library=library,
+        metrics=dict(metrics or {}),
+        final=final,
+        tags=tuple(tags),
+    )
 
 
 def _specs(tensors: Mapping[str, Any]) -> tuple[tuple[TensorSpec, ...], dict[str, np.ndarray]]:

@@ -312,7 +312,7 @@ def check(tier: Tier, promises: Promises) -> list[CommitId]:
     assert not found.rejected
     if there:
         assert found.checkpoint is not None and found.checkpoint.commit == there[0]
-        state = load_tree(tier, found.checkpoint, None)
+        state = load_tree(tier, found.checkpoint, None, Config())
         assert equal(state, loaded_state(promises.begun[there[0]])), f"{there[0]} has other bytes"
     else:
         assert found.checkpoint is None

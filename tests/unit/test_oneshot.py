@@ -23,7 +23,6 @@ from whole_saves import equal
 
 import safehold
 from safehold import oneshot
-from safehold.config import Config
 from safehold.errors import (
     CheckpointError,
     ChecksumError,
@@ -294,14 +293,14 @@ def test_where_there_is_no_older_one_the_first_error_is_told_and_whether_the_sta
 
 def use_tier(monkeypatch: pytest.MonkeyPatch, path: Path) -> FakeTier:
     tier = FakeTier(open_tier(path))
-    monkeypatch.setattr(oneshot, "open_tier", lambda _: tier)
+    monkeypatch.setattr(oneshot, "open_tier", lambda *_, **__: tier)
     return tier
 
 
 def test_a_disk_that_never_answers_ends_in_an_error_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     safehold.save(path, numbers(1), step=1)
-    monkeypatch.setattr(direct_save, "Config", lambda: Config(flush_timeout_s=0.3))
+    monkeypatch.setenv("SAFEHOLD_FLUSH_TIMEOUT_S", "0.3")
     for number, kind in enumerate(["list", "create_pack", "write_at", "finish", "put", "sync_tree"]):
         tier = use_tier(monkeypatch, path)
         gate = tier.hang(kind, times=-1)
@@ -311,7 +310,7 @@ def test_a_disk_that_never_answers_ends_in_an_error_by_name(tmp_path: Path, monk
         assert time.monotonic() - begun < 8, kind
         gate.release()
         monkeypatch.undo()
-        monkeypatch.setattr(direct_save, "Config", lambda: Config(flush_timeout_s=0.3))
+        monkeypatch.setenv("SAFEHOLD_FLUSH_TIMEOUT_S", "0.3")
     time.sleep(0.1)
     monkeypatch.undo()
     safehold.save(path, numbers(9), step=9)
@@ -336,6 +335,58 @@ def test_a_commit_that_fails_half_way_is_taken_back(tmp_path: Path, monkeypatch:
     safehold.save(path, numbers(4), step=4)
     assert {commit.step for commit in believed(path)} >= {1, 4}
     assert equal(safehold.load(path), numbers(4))
+
+
+def test_a_disk_that_never_answers_ends_a_load_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    safehold.save(path, numbers(1), step=1)
+    monkeypatch.setenv("SAFEHOLD_STALL_TIMEOUT_S", "0.2")
+    for kind, where in (("list", "*"), ("get", "plans/*"), ("get", "*.objects"), ("read_into", "*")):
+        for template in (None, numbers(2)):
+            tier = use_tier(monkeypatch, path)
+            gate = tier.hang(kind, path=where, times=-1)
+            begun = time.monotonic()
+            with pytest.raises(DeadlineError):
+                safehold.load(path, template)
+            assert time.monotonic() - begun < 5, (kind, where)
+            gate.release()
+
+
+@pytest.mark.parametrize("step", [True, "5", -1, 2.0, None, 1 << 41])
+def test_what_is_no_step_is_refused_before_anything_is_written(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a step is"):
+        safehold.save(tmp_path / "run", numbers(), step=step)
+    assert not (tmp_path / "run").exists()
+    safehold.save(tmp_path / "run", numbers(), step=1)
+    if step is not None:
+        with pytest.raises(ConfigurationError, match="a step is"):
+            safehold.load(tmp_path / "run", step=step)
+
+
+def test_numpys_integers_are_steps(tmp_path: Path) -> None:
+    saved: Any = safehold.save(tmp_path / "run", numbers(), step=np.int64(7))  # type: ignore[arg-type]
+    assert type(saved) is int and saved == 7
+    assert equal(safehold.load(tmp_path / "run", step=np.int64(7)), numbers())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "much"}, [1], {"": 1.0}])
+def test_what_are_no_metrics_is_refused_before_anything_is_written(tmp_path: Path, metrics: Any) -> None:
+    with pytest.raises(ConfigurationError, match="metric"):
+        safehold.save(tmp_path / "run", numbers(), metrics=metrics)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {name: np.ones(1 << 18) for name in "abc"}
+    (tmp_path / "safehold.toml").write_text('pack_size_bytes = "2 MiB"\n')
+    safehold.save("run", state, step=1)
+    assert len(list((tmp_path / "run").rglob("*.safetensors"))) > 1
+    assert equal(safehold.load("run"), state)
+    monkeypatch.setenv("SAFEHOLD_RESTORE_THREADS", "0")
+    for call in (lambda: safehold.load("run"), lambda: safehold.save("run", state, step=2)):
+        with pytest.raises(ConfigurationError, match="restore_threads"):
+            call()
 
 
 def test_leftovers_of_a_killed_save_are_swept_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

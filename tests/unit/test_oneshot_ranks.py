@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import safehold
 from safehold import oneshot
-from safehold.config import Config
 from safehold.errors import (
     CheckpointError,
     CommitError,
@@ -83,7 +82,7 @@ def pack_of(path: Path, commit: CommitId, rank: int = 0) -> Path:
 
 def use_tier(monkeypatch: pytest.MonkeyPatch, path: Path) -> FakeTier:
     tier = FakeTier(open_tier(path))
-    monkeypatch.setattr(oneshot, "open_tier", lambda _: tier)
+    monkeypatch.setattr(oneshot, "open_tier", lambda *_, **__: tier)
     return tier
 
 
@@ -196,12 +195,23 @@ def test_a_full_disk_of_one_rank_is_told_to_all_and_leaves_nothing(
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oneshot, "Config", lambda: Config(start_timeout_s=0.3))
+    monkeypatch.setenv("SAFEHOLD_START_TIMEOUT_S", "0.3")
     store = DictStore()
     with pytest.raises(DeadlineError, match="ranks 1, 2 did not take part"):
         safehold.save(tmp_path / "run", {"a": 1}, store=store, rank=0, world_size=3)
     with pytest.raises(DeadlineError, match=r"0.* did not take part"):
         safehold.save(tmp_path / "run", {"a": 1}, store=DictStore(), rank=1, world_size=3)
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    together: dict[str, Any] = {"store": DictStore(), "world_size": 2}
+
+    def save(rank: int) -> int:
+        return safehold.save(tmp_path / "run", {"a": 1}, step=1 - 2 * rank, rank=rank, **together)
+
+    for error in in_threads(2, save):
+        assert isinstance(error, ConfigurationError) and "a step is an integer from 0, not -1" in str(error)
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_make_no_sense(tmp_path: Path) -> None:

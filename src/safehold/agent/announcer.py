@@ -56,13 +56,16 @@ class Announcer:
 
     def committed(self, step: int) -> None:
         """A save is durable: the interval starts again."""
-        self._since = self._clock.monotonic()
-        self._clear()
+        self._over(step)
 
     def abandoned(self, step: int) -> None:
         """A save failed; a time-based one is announced again after the interval."""
+        self._over(step)
+
+    def _over(self, step: int) -> None:
         self._since = self._clock.monotonic()
-        self._clear()
+        if self._pending is None or step >= self._pending.step:  # ranks may still follow one that lies ahead
+            self._clear()
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Set
+import time
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Arena:
     """One rank's host memory.
 
     Attributes:
-        arena_id: Counts up per agent; never reused.
+        arena_id: Counts up, also from one agent to the next; never reused.
         rank: Whose.
         size_bytes: Capacity.
         fd: The sealed memfd; -1 until allocated.
@@ -79,9 +80,10 @@ class ArenaPool:
         self._budget = 0
         self._arenas: dict[int, Arena] = {}
         self._lost_bytes = 0
+        self._wanted: dict[int, int] = {}
         self._parted: list[Arena] = []
         self._ranks: set[int] | None = None
-        self._next_id = 1
+        self._next_id = time.monotonic_ns()  # no agent gives an id that one before it gave
         self._numa_nodes: dict[int, int] = {}
 
     @property
@@ -115,20 +117,42 @@ class ArenaPool:
         """Return the ranks whose arenas hold a commit of one of these steps."""
         return {rank for rank, arena in self._arenas.items() if arena.content and arena.content.step in steps}
 
-    def fitting(self, size_bytes: int, num_ranks: int, smallest_ring_bytes: int) -> int:
-        """Return how much of `size_bytes` a rank gets within the budget, shared by the node's ranks alike: all of it, or a ring.
+    def fitting(self, rank: int, size_bytes: int, ranks: Collection[int], smallest_ring_bytes: int) -> int:
+        """Return how much of `size_bytes` a rank gets within the budget: all of it, or a ring.
 
-        A ring is a multiple of `smallest_ring_bytes`; where not even one of those fits, the whole is returned, and refused by
-        `acquire` by name.
+        All of it where what all ranks of the node have asked for fits together, or where it is no more than a rank's equal share. A ring
+        is a multiple of `smallest_ring_bytes`, of an equal share at most; where not even the smallest fits, the whole is returned, and
+        refused by `acquire` by name.
+
+        Args:
+            rank: Who asks.
+            size_bytes: For how much.
+            ranks: All ranks of the node.
+            smallest_ring_bytes: See above.
         """
+        self._set_budget()
+        self._wanted[rank] = size_bytes
+        usable = self._budget - self._lost_bytes
+        share = usable // max(1, len(ranks))
+        asked = [self._wanted.get(other) for other in ranks]
+        all_fit = sum(size or 0 for size in asked) <= usable if None not in asked else False
+        others = [arena for other, arena in self._arenas.items() if other != rank and other in ranks]
+        left = usable - sum(arena.size_bytes for arena in (*others, *self._parted))
+        room = left if all_fit or size_bytes <= share else min(left, share)
+        ring = room // smallest_ring_bytes * smallest_ring_bytes
+        if size_bytes <= room or ring <= 0:
+            return size_bytes
+        arena = self.of(rank)
+        if arena is not None and not arena.busy and arena.size_bytes > ring:
+            self.release(rank)  # others need what it has had beyond that
+        return ring
+
+    def _set_budget(self) -> None:
         if not self._budget:
             found = memory.available_memory()
             found = replace(found, available_bytes=found.available_bytes + self.total_bytes)
             limit = self._configured_budget or None
             self._budget = memory.budget_bytes(found, limit_bytes=limit)
-        share = (self._budget - self._lost_bytes) // max(1, num_ranks)
-        ring = share // smallest_ring_bytes * smallest_ring_bytes
-        return size_bytes if size_bytes <= share or ring <= 0 else ring
 
     def prefer(self, rank: int, numa_node: int) -> None:
         """From now on have the pages of new arenas of `rank` come from this NUMA node, if it is one (-1: from anywhere)."""
@@ -270,10 +294,11 @@ class ArenaPool:
                 self.release(rank)
 
     def configure(self, budget_bytes: int) -> None:
-        """Another job has another budget; idle arenas go if they take more than that."""
+        """Another job has another budget, and asks anew; idle arenas go if they take more than that."""
+        self._wanted.clear()
         if budget_bytes != self._configured_budget:
             self._configured_budget, self._budget = budget_bytes, 0
-            self.fitting(0, 1, 1)
+            self._set_budget()
         if self._budget and self.total_bytes > self._budget:
             for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
                 self.release(rank)

@@ -56,7 +56,7 @@ class AgentClient:
         keep: Wire form of the retention rules.
         every_seconds: Interval of time-based saves, 0 for none.
         notify: Takes `Settled`, `Durable`, `SaveFailed`, `Superseded` and `Note`.
-        lost: Told once per connection that the agent is gone.
+        lost: Told once per connection that was welcomed that the agent is gone.
     """
 
     def __init__(
@@ -121,6 +121,8 @@ class AgentClient:
             self._receiver.start()
             try:
                 self._hello(world, max(0.1, deadline - time.monotonic()))
+                if self.closed:  # meanwhile, by another thread that did not see this channel yet
+                    raise self._gone("connecting")
                 return
             except CheckpointError as exc:
                 channel.close()
@@ -241,11 +243,13 @@ class AgentClient:
 
     def _receive(self, channel: Channel) -> None:
         fds: list[int] = []
+        welcomed = False  # else it is for `connect` to say what became of it
         try:
             while True:
                 data, fds = channel.recv(timeout_s=None)
                 reply = m.decode_reply(data)
                 taken, fds = fds, []
+                welcomed = welcomed or isinstance(reply, m.Welcome)
                 self._deliver(reply, taken)
         except OtherVersionError as exc:
             why = str(exc)
@@ -258,7 +262,7 @@ class AgentClient:
             waiting = [pending for pending in self._pending.values() if pending.channel is channel]
         for pending in waiting:
             pending.arrived.set()
-        if not self.closed and os.getpid() == self._pid:
+        if welcomed and not self.closed and os.getpid() == self._pid:
             self._on_lost(why)
 
     def _deliver(self, reply: m.Reply, fds: list[int]) -> None:
@@ -290,6 +294,11 @@ class AgentClient:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+        blocks = self.control, self.node_control
+        self.control = self.node_control = None
+        for block in blocks:
+            if block is not None:
+                block.close()
 
     def _gone(self, doing: str) -> CheckpointError:
         if (other := self._other) is not None:

@@ -109,7 +109,9 @@ class Lead:
 
     def _act(self, action: Any) -> None:
         if getattr(action, "to_node", None) is not None:
-            return  # a verdict once more, for one node: this one has heard it
+            if isinstance(action, protocol.Abandon):  # once more, for a node where a rank began the save after it
+                self._on_abandoned(action)
+            return
         match action:
             case protocol.BuildPlan():
                 self._build(action)

@@ -2,12 +2,16 @@
 
 Invariants: an arena counts as verified once all its bytes matched their checksums while no process was left that could write to it, and
 until one is given it again to write. What does not match stays what it was: the restore finds it, says so, and reads elsewhere.
-Used from the dispatcher thread only, but for the threads that wait for the end of a process.
+However often trainers go, one thread waits for the ends of their processes, with one descriptor for each process that still runs.
+Used from the dispatcher thread only, but for that thread.
 """
 
 from __future__ import annotations
 
+import select
 import threading
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from safehold.agent.arenas import Arena, ArenaPool, Post
@@ -16,6 +20,16 @@ from safehold.errors import CheckpointError
 from safehold.host.process import Process
 
 LEAVING_S = 30.0
+WATCH_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A process whose end is waited for `until` then; `ranks` (rank -> life) are those that it was."""
+
+    process: Process
+    until: float = 0.0
+    ranks: dict[int, int] = field(default_factory=dict)
 
 
 class MemoryChecks:
@@ -33,6 +47,9 @@ class MemoryChecks:
         self._dead: set[int] = set()
         self._lives: dict[int, int] = {}
         self._checking: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._leaving: dict[int, _Leaving] = {}
+        self._is_watched = False
 
     def rank_gone(self, rank: int, pid: int) -> None:
         """A trainer's connection ended; its arena is checked once its process has, if that can be seen (`pid` above 0)."""
@@ -40,9 +57,11 @@ class MemoryChecks:
             return
         life = self._lives.get(rank, 0)
         try:
-            threading.Thread(target=self._await_end, args=(rank, pid, life), name="process-end", daemon=True).start()
-        except RuntimeError:
-            pass  # no thread: then the restore verifies
+            self._await_end(rank, pid, life)
+        except ProcessLookupError:
+            self._post(lambda: self._ended(rank, life))
+        except (OSError, RuntimeError):
+            pass  # no descriptor or no thread: then the restore verifies
 
     def rank_back(self, rank: int) -> None:
         """A trainer has connected."""
@@ -50,15 +69,40 @@ class MemoryChecks:
         self._lives[rank] = self._lives.get(rank, 0) + 1
 
     def _await_end(self, rank: int, pid: int, life: int) -> None:
-        try:
-            process = Process(pid)
-        except (ProcessLookupError, OSError) as exc:
-            ended = isinstance(exc, ProcessLookupError)
-        else:
-            ended = process.wait(LEAVING_S)
-            process.close()
-        if ended:
-            self._post(lambda: self._ended(rank, life))
+        with self._lock:
+            leaving = self._leaving.get(pid) or _Leaving(Process(pid))
+            if not self._is_watched:
+                threading.Thread(target=self._watch, name="process-ends", daemon=True).start()
+                self._is_watched = True
+            leaving.until, leaving.ranks[rank] = time.monotonic() + LEAVING_S, life
+            self._leaving[pid] = leaving
+
+    def _watch(self) -> None:
+        """Wait for the ends of processes, as long as there are any to wait for."""
+        while True:
+            poller = select.poll()
+            with self._lock:
+                now = time.monotonic()
+                for pid, leaving in list(self._leaving.items()):
+                    ended = leaving.process.wait(0)
+                    if ended or now > leaving.until:
+                        del self._leaving[pid]
+                        leaving.process.close()
+                    else:
+                        poller.register(leaving.process.fileno(), select.POLLIN)
+                    for rank, life in leaving.ranks.items() if ended else ():
+                        self._post(lambda rank=rank, life=life: self._ended(rank, life))  # type: ignore[misc]
+                if not self._leaving:
+                    self._is_watched = False
+                    return
+            poller.poll(WATCH_POLL_S * 1000)
+
+    def close(self) -> None:
+        """Wait for no process any more."""
+        with self._lock:
+            for leaving in self._leaving.values():
+                leaving.process.close()
+            self._leaving.clear()
 
     def _ended(self, rank: int, life: int) -> None:
         if self._lives.get(rank, 0) == life:

@@ -187,7 +187,7 @@ class PartWanted(msgspec.Struct, tag="part_wanted", frozen=True):
 
 
 class Skipped(msgspec.Struct, tag="skipped", frozen=True):
-    """The overlap policy skips this save, on all ranks; or the step is committed already."""
+    """The overlap policy skips this save, on all ranks of the node; `reason` says for what."""
 
     id: int
     reason: str
@@ -224,7 +224,7 @@ class Durable(msgspec.Struct, tag="durable", frozen=True):
 
 
 class SaveFailed(msgspec.Struct, tag="save_failed", frozen=True):
-    """Notification: the save will never be committed."""
+    """Notification: the save has failed; the error says so where it is not known whether it is committed."""
 
     step: int
     attempt: int
@@ -240,7 +240,7 @@ class Superseded(msgspec.Struct, tag="superseded", frozen=True):
 
 
 class Note(msgspec.Struct, tag="note", frozen=True):
-    """Notification: a sentence the user should see once (retention trouble, a replaced flusher, ...)."""
+    """Notification: a sentence that the user should see as a warning (trouble with retention)."""
 
     text: str
     id: int = 0
@@ -257,9 +257,11 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     """What all ranks restore. `step` None: the run has no commit at all.
 
     Attributes:
-        manifest: The manifest's bytes; `path` is the directory of the checkpoint inside the run directory.
+        incarnation: With `step` and `attempt` the commit, and so the checkpoint's directory inside the run directory.
+        manifest: The manifest's bytes; no rank reads them from storage.
         memory: Ranks whose arenas on this node still hold exactly this checkpoint.
         skipped: Sentences about newer checkpoints that could not be used.
+        round: Of the restore; votes name it.
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
     """
 
@@ -327,12 +329,6 @@ class RestoreDone(msgspec.Struct, tag="restore_done", frozen=True):
     step: int
 
 
-class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """Reply (`Done`) when nothing of this run is in flight on this node."""
-
-    id: int
-
-
 class Bye(msgspec.Struct, tag="bye", frozen=True):
     """An orderly end of the connection. `linger`: False asks the agent not to wait for a restart once all have left this way."""
 
@@ -366,7 +362,6 @@ Request = (
     | MemoryAsk
     | Vote
     | RestoreDone
-    | Drain
     | Bye
     | StatusAsk
 )

@@ -59,6 +59,7 @@ class Restores:
         when_idle: Calls back once no save is in flight; what a save is about to commit is what a restore shall find.
         incarnation: The incarnation in force.
         clock: Time.
+        in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Restores:
         when_idle: Callable[[Callable[[], None]], None],
         incarnation: Callable[[], int],
         clock: Clock,
+        in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
-        self._when_idle = when_idle
+        self._when_idle, self._in_doubt = when_idle, in_doubt
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
@@ -267,7 +269,7 @@ class Restores:
     def _finish(self, current: _Round, votes: dict[int, tuple[Peer, Vote]]) -> None:
         commit, newest, bad = current.commit, self._newest, self._bad
         self._end()
-        if commit is None or newest is None or newest <= commit:
+        if commit is None or newest is None or (newest <= commit and not self._in_doubt()):
             self._answer(votes, "go", None)
             return
 

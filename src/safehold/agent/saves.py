@@ -173,7 +173,7 @@ class NodeSaves:
     def drop_announced(self, error: CheckpointError) -> None:
         """Not all ranks follow an announcement: those that did need not wait for the others."""
         for save in [entry for entry in self._saves.values() if entry.announced and not entry.closed]:
-            for rank in list(save.ranks)[:1]:
+            for rank in [*save.ranks, *(peer.rank for peer, _ in save.waiting)][:1]:
                 self._tell_lead(protocol.RankFailed(step=save.step, attempt=save.attempt, rank=rank, error=error))
 
     def end(self, error: CheckpointError) -> None:
@@ -233,6 +233,11 @@ class NodeSaves:
         """Metrics and whether it is the final save."""
         save = self._saves.get((step, attempt))
         return (save.metrics, save.final) if save else ({}, False)
+
+    def is_open(self, step: int, attempt: int) -> bool:
+        """Whether a save has begun here whose fate is not known."""
+        save = self._saves.get((step, attempt))
+        return save is not None and not save.closed
 
     @property
     def num_open(self) -> int:
@@ -307,11 +312,11 @@ class NodeSaves:
                 self._granted(save, peer, message, arena)
 
         self._pool.prefer(peer.rank, message.numa_node)
-        self._pool.acquire(peer.rank, self.arena_size(message.arena_bytes), ready)
+        self._pool.acquire(peer.rank, self.arena_size(peer.rank, message.arena_bytes), ready)
 
-    def arena_size(self, wanted_bytes: int) -> int:
+    def arena_size(self, rank: int, wanted_bytes: int) -> int:
         """Return what a rank gets of the arena it wants: all of it, or a ring where the memory budget is too small."""
-        return self._pool.fitting(wanted_bytes, len(self.local_ranks), 4 * self._config.flush_block_bytes)
+        return self._pool.fitting(rank, wanted_bytes, self.local_ranks, 4 * self._config.flush_block_bytes)
 
     def _granted(self, save: NodeSave, peer: Peer, message: Begin, arena: Arena) -> None:
         if not save.ranks:

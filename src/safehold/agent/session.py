@@ -20,6 +20,7 @@ from safehold.agent.memory_checks import MemoryChecks
 from safehold.agent.node_save import Peer
 from safehold.agent.parts import PartStore
 from safehold.agent.restores import Restores
+from safehold.agent.retention import Retention
 from safehold.agent.saves import NodeSaves
 from safehold.clock import Clock, new_token
 from safehold.config import Config
@@ -70,8 +71,10 @@ class Session:
         self.node_control = NodeControl.create()
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
+        self._rebase_lost = False
         self.disorderly: set[int] = set()
         self._checks = MemoryChecks(pool, flusher, post, timeout_s=self.config.flush_timeout_s)
+        self._retention = Retention(self.keep, flusher=flusher, config=self.config, maintained=self._maintained)
         self._undeclared: dict[int, list[TensorSpec]] = {}
         self._parts = PartStore()
         self._when_idle: list[Callable[[], None]] = []
@@ -207,6 +210,7 @@ class Session:
             when_idle=self.when_idle,
             incarnation=lambda: self.incarnation,
             clock=self._clock,
+            in_doubt=lambda: self._rebase_lost,
         )
         saves.hold(held)
 
@@ -233,7 +237,6 @@ class Session:
         if self.ended_by:
             return
         self.ended_by = by
-        self.node_control.superseded_by = by
         error = self._superseded()
         if self.saves is not None:
             self.saves.end(error)
@@ -251,6 +254,7 @@ class Session:
             control.close()
         self.controls.clear()
         self.node_control.close()
+        self._checks.close()
 
     def taken_over(self) -> list[str]:
         """Return what the next job must be told if this one still runs."""
@@ -303,8 +307,6 @@ class Session:
                 peer.reply(m.Done(message.id))
             case m.RestoreAsk() | m.Vote() | m.MemoryAsk() | m.RestoreDone():
                 self._restore(peer, message)
-            case m.Drain():
-                self.when_idle(lambda: peer.reply(m.Done(message.id)))
             case _:
                 raise ConfigurationError(f"unexpected request {type(message).__name__}", rank=peer.rank)
 
@@ -335,7 +337,8 @@ class Session:
             peer.reply(m.Prepared(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
 
         self.pool.prefer(peer.rank, message.numa_node)
-        self.pool.acquire(peer.rank, self._open_saves(peer).arena_size(message.arena_bytes), ready)
+        size = self._open_saves(peer).arena_size(peer.rank, message.arena_bytes)
+        self.pool.acquire(peer.rank, size, ready)
 
     def _restore(self, peer: Peer, message: m.RestoreAsk | m.Vote | m.MemoryAsk | m.RestoreDone) -> None:
         if self.restores is None:
@@ -371,28 +374,9 @@ class Session:
             peer.reply(m.Durable(step, attempt, "flash", figures))
         if self.announcer is not None:
             self.announcer.committed(step)
-        self._retire(step, attempt)
-        self._check_idle()
-
-    def _retire(self, step: int, attempt: int) -> None:
-        """Have the keep rule applied after a commit, and attempts swept that do not count."""
         assert self.saves is not None
-        known = self.saves.known
-        given_up = known.given_up()
-        arguments = {
-            "commit": [step, known.incarnation, attempt],
-            "keep": self.keep,
-            "incarnation": known.incarnation,
-            "acknowledged": known.acknowledged(),
-            "given_up": given_up,
-        }
-
-        def retired(value: Any, error: CheckpointError | None) -> None:
-            if error is None:
-                known.retired(given_up, value["uncommitted"])
-            self._maintained(known.incarnation, value, error)
-
-        self.flusher.call("retire", arguments, retired, timeout_s=self.config.flush_timeout_s)
+        self._retention.retire(self.saves.known, step, attempt)
+        self._check_idle()
 
     def _maintained(self, incarnation: int, value: Any, error: CheckpointError | None) -> None:
         """What was asked for in the background is done, or failed; what concerns an incarnation before is of no interest."""
@@ -407,6 +391,8 @@ class Session:
 
     def _abandoned(self, action: protocol.Abandon) -> None:
         assert self.saves is not None
+        if action.to_node is not None and not self.saves.is_open(action.step, action.attempt):
+            return  # heard before
         for peer in list(self.peers.values()):
             peer.reply(m.SaveFailed(action.step, action.attempt, action.error.to_wire()))
         self.saves.abandoned(action.step, action.attempt, action.error, in_doubt=action.in_doubt)
@@ -426,14 +412,20 @@ class Session:
             "reason": f"restored step {commit.step}",
         }
 
-        def opened(value: Any, error: CheckpointError | None) -> None:
-            if error is None:
-                self.opened(value["run_id"], value["incarnation"], value["steps"])
-                done(self.incarnation, None)
-            else:
-                done(0, error)
+        def ask(*, again: bool) -> None:
+            def opened(value: Any, error: CheckpointError | None) -> None:
+                self._rebase_lost = error is not None and self.flusher.lost
+                if error is None:
+                    self.opened(value["run_id"], value["incarnation"], value["steps"])
+                    done(self.incarnation, None)
+                elif self._rebase_lost and not again and not self.ended_by:
+                    ask(again=True)  # else this very session may be superseded by what was done
+                else:
+                    done(0, error)
 
-        self.flusher.call("open_run", arguments, opened, timeout_s=self.config.start_timeout_s)
+            self.flusher.call("open_run", arguments, opened, timeout_s=self.config.start_timeout_s)
+
+        ask(again=False)
 
     def _tell_all(self, text: str) -> None:
         for peer in self.peers.values():

@@ -57,11 +57,12 @@ def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark
 def rm(run: str, steps: tuple[int, ...], force: bool, now: bool, as_json: bool) -> None:
     """Delete checkpoints.
 
-    They are un-committed at once; their space is freed by the run's agent, by 'safehold gc', or at once with --now.
+    They are un-committed at once; their space is freed by the run's agent, by 'safehold gc', or at once with --now, or
+    where storage is too full to note that they go.
     Pinned checkpoints are refused, and so is the last good one without --force.
     """
     from safehold.cli.opening import open_run
-    from safehold.pipeline import ledger, sweep
+    from safehold.pipeline import sweep
 
     opened = open_run(run)
     commits = [opened.find(step) for step in dict.fromkeys(steps)]
@@ -69,14 +70,15 @@ def rm(run: str, steps: tuple[int, ...], force: bool, now: bool, as_json: bool) 
     if not force:
         _refuse_last_good(opened, commits)
     incarnation = opened.seen.newest
-    for commit in sorted(commits):
-        ledger.check_newest(opened.tier, incarnation)
-        ledger.uncommit(opened.tier, commit.step, incarnation=incarnation, reason="safehold rm", snapshot=opened.seen)
     freed = 0
+    for commit in sorted(commits):
+        _, size = sweep.take_away(opened.tier, commit, incarnation, "safehold rm", opened.seen)
+        freed += size
     if now:
         doomed = [c for c in opened.seen.listing.attempts if c.step in {commit.step for commit in commits}]
-        _, freed = sweep.delete_bytes(opened.tier, doomed, incarnation=incarnation)
-    _tell_removed(opened, [commit.step for commit in commits], freed, now, as_json)
+        _, size = sweep.delete_bytes(opened.tier, doomed, incarnation=incarnation)
+        freed += size
+    _tell_removed(opened, [commit.step for commit in commits], freed, now or freed > 0, as_json)
 
 
 @click.command()

@@ -216,7 +216,7 @@ class RankControl(_Words):
 
 
 # Words of a node's block; all written by the agent.
-_ANNOUNCED, _SUPERSEDED_BY, _AGENT_BEAT_NS = 8, 9, 10
+_ANNOUNCED, _AGENT_BEAT_NS = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +269,6 @@ class NodeControl(_Words):
         word = self._words[_ANNOUNCED]
         step = word & _STEP_MASK if word >> 47 & 1 else None
         return Announcement(word >> 48, step, word >> _STEP_BITS & 0x7F)
-
-    @property
-    def superseded_by(self) -> int | None:
-        """The newer incarnation that owns the run now; None: none is known."""
-        return self._words[_SUPERSEDED_BY] - 1 if self._words[_SUPERSEDED_BY] else None
-
-    @superseded_by.setter
-    def superseded_by(self, incarnation: int) -> None:
-        self._words[_SUPERSEDED_BY] = incarnation + 1
 
     def beat(self) -> None:
         """Tell that the agent lives."""

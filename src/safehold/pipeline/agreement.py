@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from safehold.errors import ChecksumError, ManifestError, TornFileError
 from safehold.format import crc, document, paths
 from safehold.format.plan import Plan
-from safehold.format.records import Incarnation, Manifest, NodeRecord, NodeRef
+from safehold.format.records import Incarnation, Manifest, NodeRecord
 from safehold.types import CommitId
 
 
@@ -168,53 +168,3 @@ def cross_check(manifest: Manifest, records: Mapping[int, NodeRecord], plan: Pla
     if total != manifest.total_bytes or checksum != manifest.crc32:
         text = "the manifest's total size and checksum are not those of the node records"
         raise ManifestError(text, path=f"{path}/{paths.MANIFEST}", step=manifest.commit.step)
-
-
-def compose_manifest(
-    *,
-    run_id: str,
-    commit: CommitId,
-    plan_bytes: bytes,
-    world_size: int,
-    records: Mapping[int, NodeRecord],
-    record_bytes: Mapping[int, bytes],
-    created_s: float,
-    library: str,
-    metrics: Mapping[str, float] | None = None,
-    final: bool = False,
-    tags: Sequence[str] = (),
-) -> Manifest:
-    """Return the manifest that vouches for the given documents.
-
-    Args:
-        run_id: The run.
-        commit: The checkpoint.
-        plan_bytes: The plan as stored.
-        world_size: Number of ranks.
-        records: Node -> record.
-        record_bytes: Node -> the same as stored.
-        created_s: Wall clock, seconds since the epoch.
-        library: Version that writes.
-        metrics: The user's figures of this step.
-        final: Whether it is the last save of its training.
-        tags: The user's words.
-    """
-    total, checksum = totals([records[node] for node in sorted(records)])
-    return Manifest(
-        run_id=run_id,
-        commit=commit,
-        world_size=world_size,
-        nodes=tuple(
-            NodeRef(node=node, size_bytes=len(data), blake3=document.digest(data))
-            for node, data in sorted(record_bytes.items())
-        ),
-        plan_digest=document.digest(plan_bytes),
-        plan_size_bytes=len(plan_bytes),
-        total_bytes=total,
-        crc32=checksum,
-        created_s=created_s,
-        library=library,
-        metrics=dict(metrics or {}),
-        final=final,
-        tags=tuple(tags),
-    )

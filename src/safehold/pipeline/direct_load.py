@@ -11,6 +11,7 @@ from safehold.errors import CoverageError, ManifestError, StateMismatchError
 from safehold.format import paths
 from safehold.pipeline.catalog import Checkpoint
 from safehold.pipeline.restore import Reading
+from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
 from safehold.policy import coverage
 from safehold.state.leaves import Destination, SavedIndex, TensorLeaf
@@ -41,17 +42,19 @@ def _check_coverage(checkpoint: Checkpoint) -> None:
         raise ManifestError(exc.message, path=path, step=checkpoint.commit.step) from exc
 
 
-def load_tree(tier: Tier, checkpoint: Checkpoint, names: Sequence[str] | None) -> Any:
+def load_tree(tier: Tier, checkpoint: Checkpoint, names: Sequence[str] | None, config: Config) -> Any:
     """Return nested dicts and lists of what was saved.
 
     Args:
         tier: Where it is.
         checkpoint: Its verified documents.
         names: A glob pattern over FQNs, or several; None: everything but what safehold itself has put there.
+        config: Settings.
 
     Raises:
         StateMismatchError: No leaf matches one of the patterns.
         IntegrityError: Something does not verify.
+        DeadlineError: Storage stalled.
     """
     _check_coverage(checkpoint)
     chosen = saved_index(checkpoint)
@@ -67,8 +70,9 @@ def load_tree(tier: Tier, checkpoint: Checkpoint, names: Sequence[str] | None) -
         assert node.tensor is not None
         leaf = TensorLeaf(spec=node.tensor, pieces=binding.pieces, holders=binding.holders, memory=binding.memory)
         destinations.append(Destination(saved=node.tensor, leaf=leaf))
-    config = Config()
-    stored = StoredObjects(tier, checkpoint)
+    stored = within(
+        config.stall_timeout_s, "reading the objects", lambda: StoredObjects(tier, checkpoint), path=tier.url
+    )
     Reading(
         tier,
         checkpoint,

@@ -30,6 +30,7 @@ from safehold.pipeline.exchange import Exchange, node_name
 from safehold.pipeline.flush import FlushJob, StagedWord, flush_rank
 from safehold.pipeline.layout import Planner
 from safehold.pipeline.staging import Stager
+from safehold.pipeline.storage_thread import within
 from safehold.policy import belief
 from safehold.policy import settlement as settlements
 from safehold.policy.compare import disagreements, mismatch
@@ -58,6 +59,7 @@ def save(
     exchange: Exchange,
     state: Any,
     *,
+    config: Config,
     member: Membership,
     step: int,
     metrics: dict[str, float],
@@ -71,13 +73,14 @@ def save(
         CheckpointError: Nothing was committed, or the message says that this is not known; the same on all ranks.
     """
     with exchange.telling():
-        _save(tier, exchange, state, member, step, metrics, random_states, overwrite, token)
+        _save(tier, exchange, state, config, member, step, metrics, random_states, overwrite, token)
 
 
 def _save(
     tier: Tier,
     exchange: Exchange,
     state: Any,
+    config: Config,
     member: Membership,
     step: int,
     metrics: dict[str, float],
@@ -85,7 +88,6 @@ def _save(
     overwrite: bool,
     token: str,
 ) -> None:
-    config = Config()
     limit_s = config.stage_timeout_s + config.flush_timeout_s
     collected = _try("collecting the state", lambda: _collect(state, member, random_states))
     _agree(exchange, "collected", collected.error)
@@ -97,7 +99,7 @@ def _save(
     )
     commit = CommitId(step, opened["incarnation"], opened["attempt"])
     try:
-        _save_opened(tier, exchange, leaves, member, commit, opened, metrics)
+        _save_opened(tier, exchange, leaves, config, member, commit, opened, metrics)
     except Exception:
         raise
     except BaseException:  # Ctrl-C: what is not committed shall not lie about
@@ -110,12 +112,12 @@ def _save_opened(
     tier: Tier,
     exchange: Exchange,
     leaves: Leaves,
+    config: Config,
     member: Membership,
     commit: CommitId,
     opened: dict[str, Any],
     metrics: dict[str, float],
 ) -> None:
-    config = Config()
     limit_s = config.stage_timeout_s + config.flush_timeout_s
     planner = Planner(
         member.rank, member.world_size, pack_size_bytes=config.pack_size_bytes, split_bytes=config.split_bytes
@@ -177,39 +179,17 @@ def _agree(exchange: Exchange, key: str, error: CheckpointError | None, timeout_
 
 
 def _within(config: Config, doing: str, action: Callable[[], Any], cancelled: threading.Event | None = None) -> Any:
-    """Do what touches storage; a disk that never answers keeps a thread and not the trainer.
-
-    If this thread is interrupted (Ctrl-C), what was begun is `cancelled`, or else may end, so that nothing stays half done.
+    """Do what touches storage, in a thread of its own; see `storage_thread`.
 
     Raises:
         DeadlineError: It did not end in time.
         CheckpointError: Why it failed.
     """
-    box: list[_Tried] = []
-    ended = threading.Event()  # a thread whose `join` was interrupted counts as ended for Python
-
-    def work() -> None:
-        try:
-            box.append(_try(doing, action))
-        finally:
-            ended.set()
-
-    try:
-        threading.Thread(target=work, name="safehold-save", daemon=True).start()
-        ended.wait(config.flush_timeout_s)
-    except Exception:
-        raise
-    except BaseException:
-        if cancelled is not None:
-            cancelled.set()
-        ended.wait(INTERRUPT_GRACE_S)
-        raise
-    if not box:
-        hint = "the storage does not answer; its thread was left behind"
-        raise DeadlineError(f"{doing} did not end within {config.flush_timeout_s:g} s", hint=hint)
-    if box[0].error is not None:
-        raise box[0].error
-    return box[0].value
+    limit_s = config.flush_timeout_s
+    tried = within(limit_s, doing, lambda: _try(doing, action), cancelled=cancelled, grace_s=INTERRUPT_GRACE_S)
+    if tried.error is not None:
+        raise tried.error
+    return tried.value
 
 
 def _withdraw(tier: Tier, config: Config, commit: CommitId) -> bool:

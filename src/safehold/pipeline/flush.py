@@ -1,8 +1,9 @@
 """Streams one rank's arena into its packs on a tier, while the rank still stages.
 
 Invariants: a byte is read from the arena only below the staged word; its checksum is taken from the same memory that is written,
-before the write. Space is allocated before the first copy, so a full disk is found before anything is written. When `flush_rank`
-returns, the packs' data is durable; directory entries and the commit are not its business.
+before the write, and what does not begin as a pack does is never written. Space is allocated before the first copy, so a full disk is
+found before anything is written. What is told to be written never goes back. When `flush_rank` returns, the packs' data is durable;
+directory entries and the commit are not its business.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from safehold.errors import (
     SkippedError,
     StorageError,
     StorageFullError,
+    TornFileError,
 )
 from safehold.format import crc, paths
+from safehold.format.pack import BLOCK, header_bytes
 from safehold.format.records import PackRecord
 from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import PackWriter, Tier
@@ -101,8 +104,10 @@ class _Block:
 class _Progress:
     """Hands out blocks in order, each no sooner than it is staged; shared by the writing threads."""
 
-    def __init__(self, job: FlushJob, word: StagedWord, cancelled: threading.Event) -> None:
-        self._job, self._word, self._cancelled = job, word, cancelled
+    def __init__(
+        self, job: FlushJob, word: StagedWord, cancelled: threading.Event, flushed: Callable[[int], None]
+    ) -> None:
+        self._job, self._word, self._cancelled, self._flushed = job, word, cancelled, flushed
         self._changed = threading.Condition()
         self._blocks = _blocks(job)
         self._next = 0
@@ -163,16 +168,18 @@ class _Progress:
             self._cancelled.wait(pause)
         return _Block(number, pack, offset, nbytes)
 
-    def done(self, block: _Block) -> int:
-        """Note a written block; returns how many arena bytes from the start are written without a gap."""
+    def done(self, block: _Block) -> None:
+        """Note a written block, and tell how many arena bytes from the start are written without a gap."""
         with self._changed:
             self._written[block.number] = 1
             end = self._written.find(0, self._prefix)
             self._prefix = len(self._written) if end < 0 else end
-            if self._prefix == len(self._blocks):
-                return self._job.staged_total
-            pack, offset, _ = self._blocks[self._prefix]
-            return self._job.packs[pack][0] + offset
+            total = self._job.staged_total
+            if self._prefix < len(self._blocks):
+                pack, offset, _ = self._blocks[self._prefix]
+                total = self._job.packs[pack][0] + offset
+            # Under the lock: a thread that is held up here must not tell less after others have told more.
+            self._flushed(total)
 
     def _abandoned(self) -> SkippedError:
         return SkippedError("the save was abandoned", step=self._job.commit.step, rank=self._job.rank)
@@ -234,8 +241,8 @@ def flush_rank(
         for name, (_, size) in zip(names, job.packs, strict=True):
             writers.append(_create(tier, f"{directory}/{name}", size, make_room))
         allocated = time.monotonic()
-        progress = _Progress(job, word, cancelled)
-        _write_all(job, arena, writers, crcs, progress, deadline, flushed, _paced(job, progress, cancelled, pacer))
+        progress = _Progress(job, word, cancelled, flushed)
+        _write_all(job, arena, writers, crcs, progress, deadline, _paced(job, progress, cancelled, pacer))
         written = time.monotonic()
         for writer in writers:
             writer.finish()
@@ -300,17 +307,18 @@ def _write_all(
     crcs: Sequence[np.ndarray],
     progress: _Progress,
     deadline: float,
-    flushed: Callable[[int], None],
     paced: Callable[[], AbstractContextManager[None]],
 ) -> None:
     def write(block: _Block) -> None:
         with paced():
             data = _slice(job, arena, job.packs[block.pack][0] + block.offset, block.nbytes)
+            if not block.offset:
+                _check_head(job, block.pack, data)
             first = block.offset // crc.BLOCK_BYTES
             found = crc.crc_blocks(data)
             crcs[block.pack][first : first + len(found)] = found
             writers[block.pack].write_at(block.offset, data)
-        flushed(progress.done(block))
+        progress.done(block)
 
     def work() -> None:
         try:
@@ -321,9 +329,17 @@ def _write_all(
         except BaseException as exc:
             progress.fail(exc)
 
-    threads = [threading.Thread(target=work, name=f"flush-{job.rank}-{i}", daemon=True) for i in range(job.threads)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    try:
+        for number in range(job.threads):
+            thread = threading.Thread(target=work, name=f"flush-{job.rank}-{number}", daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as exc:
+        text = f"no thread to write with: {exc}"
+        progress.fail(
+            StorageError(text, step=job.commit.step, rank=job.rank, hint="raise the limit of threads (ulimit -u)")
+        )
     progress.watch(deadline)
     # After a failure elsewhere a write that is under way gets a moment to end, so that its files can be removed.
     give_up_at = deadline + STUCK_S
@@ -339,6 +355,18 @@ def _write_all(
                 raise _StuckError(failure if isinstance(failure, CheckpointError) else late)
     if (failure := progress.failure) is not None:
         raise failure
+
+
+def _check_head(job: FlushJob, part: int, head: memoryview) -> None:
+    """Refuse what cannot be a pack: the rank has staged into another memory than this."""
+    path = f"{paths.checkpoint_dir(job.commit)}/{paths.pack(job.node, job.rank, part)}"
+    try:
+        if header_bytes(head[:8], job.packs[part][1], path=path) % BLOCK or head[8] != ord("{"):
+            raise TornFileError("its first bytes are no header of a pack", path=path)
+    except TornFileError as exc:
+        text = f"what is in the arena is not what was staged: {exc.message}"
+        hint = "this save is lost, training goes on; if it happens again, restart the job"
+        raise TornFileError(text, step=job.commit.step, rank=job.rank, path=path, hint=hint) from exc
 
 
 def _paced(

@@ -51,11 +51,15 @@ class SaveLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared between ranks at one save: (key, arena offset, nbytes), what must be staged for it, and the arena's size."""
+    """What is compared between ranks at one save: (key, arena offset, nbytes), what must be staged for it, and the arena's size.
+
+    `made_for` is the layout's digest and the settlement.
+    """
 
     ranges: list[tuple[str, int, int]]
     items: list[StageItem]
     arena_bytes: int
+    made_for: tuple[str, Settlement]
 
 
 class Planner:
@@ -98,17 +102,21 @@ class Planner:
             if shard.holders.ranks is None and shard.holders.owner is None
         ]
 
-    def comparison(self, layout: SaveLayout, leaves: Leaves, step: int, *, peek: bool = False) -> Comparison:
+    def compared(self, comparison: Comparison) -> None:
+        """Note that the save of a comparison is durable: what was compared whole is equal."""
+        self._compared_with = comparison.made_for
+
+    def comparison(self, layout: SaveLayout, leaves: Leaves, step: int) -> Comparison:
         """Return what this save stages and checksums to compare undeclared leaves with other ranks'.
 
-        The first call for a layout compares all of them, later ones a sample; with `peek` the call does not count.
+        All of them are compared until a save of the layout is durable, then a sample.
         """
         if self._world_size == 1:
-            return Comparison(ranges=[], items=[], arena_bytes=layout.pack_bytes)
+            return Comparison(
+                ranges=[], items=[], arena_bytes=layout.pack_bytes, made_for=(layout.digest, self.settlement)
+            )
         last = self._compared_with
         first = last is None or last[0] != layout.digest or last[1] is not self.settlement
-        if not peek:
-            self._compared_with = (layout.digest, self.settlement)
         wanted = [
             (entry.leaf_index, entry.rect, entry.key)
             for entry in compare.compare_pieces(
@@ -120,8 +128,9 @@ class Planner:
             wanted.append((index, rect, piece_key(spec.name, rect, spec.shape)))
         return self._place_comparison(layout, leaves, wanted)
 
-    @staticmethod
-    def _place_comparison(layout: SaveLayout, leaves: Leaves, wanted: Sequence[tuple[int, Rect, str]]) -> Comparison:
+    def _place_comparison(
+        self, layout: SaveLayout, leaves: Leaves, wanted: Sequence[tuple[int, Rect, str]]
+    ) -> Comparison:
         ranges, items = [], []
         end = layout.pack_bytes
         for index, rect, key in wanted:
@@ -139,7 +148,8 @@ class Planner:
                 )
                 end += -(-nbytes // COMPARE_ALIGN) * COMPARE_ALIGN
             ranges.append((key, offset, nbytes))
-        return Comparison(ranges=ranges, items=items, arena_bytes=-(-end // 4096) * 4096)
+        size, made_for = -(-end // 4096) * 4096, (layout.digest, self.settlement)
+        return Comparison(ranges=ranges, items=items, arena_bytes=size, made_for=made_for)
 
     def _make(self, leaves: Leaves) -> SaveLayout:
         inventory = leaves.inventory(self._rank, self._world_size)

@@ -103,13 +103,6 @@ class LeafReader:
                 self._copy(spec, transfer, part, wanted, itemsize, out)
         return out
 
-    def read_array(self, name: str, rect: Rect | None = None) -> npt.NDArray[Any]:
-        """Read a tensor leaf as a typed array, or as `read_bytes` does where NumPy lacks the dtype; errors as there."""
-        spec = self.tensor_spec(name)
-        if spec is None:
-            raise self._no_leaf(name)
-        return typed(self.read_bytes(name, rect), spec.dtype)
-
     def object_digests(self, name: str) -> dict[int, str]:
         """Return rank -> digest of an object's bytes; empty if no rank has it."""
         return {

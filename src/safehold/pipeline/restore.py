@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -177,6 +178,9 @@ class Reading:
         self._chunks = self._plan(destinations)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._opening = threading.Lock()
+        # While one thread verifies and copies, the others read; more reads at a time make storage slower, not faster.
+        self._storage_turns = threading.Semaphore(max(1, num_threads - 1))
         self._num_applying = 0
         self._next = 0
         self._failure: BaseException | None = None
@@ -236,7 +240,8 @@ class Reading:
         """Give up (stalled, or Ctrl-C), once no thread writes to the user's memory any more; none will begin to."""
         self._fail(exc)
         with self._lock:
-            self._idle.wait_for(lambda: not self._num_applying)
+            if not self._idle.wait_for(lambda: not self._num_applying, self._stall_s):
+                exc.add_note("safehold: a thread may still write to the state; it did not come to an end")
         if not isinstance(exc, Exception):
             raise exc
         assert self._failure is not None
@@ -304,7 +309,8 @@ class Reading:
         last: CheckpointError | None = None
         for source in self._sources_of(chunk.rank, chunk.pack):
             try:
-                data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
+                with self._storage_turns if isinstance(source, FlashSource) else nullcontext():
+                    data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
                 if not source.verified:
                     self._verify(chunk, data)
             except (IntegrityError, StorageError) as exc:
@@ -340,7 +346,7 @@ class Reading:
         return self._checkpoint.pack_path(chunk.rank, chunk.pack)
 
     def _sources_of(self, rank: int, pack: int) -> list[Any]:
-        with self._lock:
+        with self._opening:  # the agent may be long in answering, and who gives up takes the other lock
             found = self._sources.get((rank, pack))
             if found is None:
                 found = []

@@ -137,24 +137,43 @@ def retire(
     if problem is not None:
         doomed = []
     replaced = _replaced(catalog, seen, [f.commit for f in facts if f.commit not in doomed], leased)
+    gone: tuple[CommitId, ...] = ()
+    freed = 0
     failed = _failed(seen, given_up, incarnation)
-    if not dry_run:
-        for commit in doomed:
-            _uncommit(tier, commit, incarnation, "retention", seen, clock)
-        for commit, by in replaced.items():
-            tier.sync_tree(paths.checkpoint_dir(by))  # seen is not durable: a power cut must not take both
-            _bury(tier, commit, incarnation, "a newer attempt at the step has replaced it", clock)
-        for commit in failed:
-            _bury(tier, commit, incarnation, "it was given up", clock)
-        seen = catalog.snapshot() if doomed or replaced or failed else seen
+    if not dry_run and (doomed or replaced or failed):
+        gone, freed = _bury_all(tier, doomed, replaced, failed, incarnation, seen, clock)
+        seen = catalog.snapshot()
     now_s = clock.wall()
     due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=now_s, grace_s=grace_s)
     stones = [commit for commit in due if seen.listing.attempts[commit].tombstones]
-    deleted, freed = _delete_all(tier, seen, stones, incarnation, dry_run=dry_run)
+    deleted, size = _delete_all(tier, seen, stones, incarnation, dry_run=dry_run)
     if not dry_run:
         _remove_empty_steps(tier, seen)
     uncommitted = tuple(sorted({*doomed, *replaced}))
-    return Swept(uncommitted=uncommitted, deleted=deleted, freed_bytes=freed, problem=problem)
+    return Swept(uncommitted=uncommitted, deleted=gone + deleted, freed_bytes=freed + size, problem=problem)
+
+
+def _bury_all(
+    tier: Tier,
+    doomed: Iterable[CommitId],
+    replaced: dict[CommitId, CommitId],
+    failed: Iterable[CommitId],
+    incarnation: int,
+    seen: Snapshot,
+    clock: Clock,
+) -> tuple[tuple[CommitId, ...], int]:
+    """Un-commit what the rule does not name, what a newer attempt has replaced, and what was given up; as `take_away`."""
+    gone: tuple[CommitId, ...] = ()
+    freed = 0
+    for commit in doomed:
+        taken, size = take_away(tier, commit, incarnation, "retention", seen, clock)
+        gone, freed = gone + taken, freed + size
+    for commit, by in replaced.items():
+        tier.sync_tree(paths.checkpoint_dir(by))  # seen is not durable: a power cut must not take both
+        _bury(tier, commit, incarnation, "a newer attempt at the step has replaced it", clock)
+    for commit in failed:
+        _bury(tier, commit, incarnation, "it was given up", clock)
+    return gone, freed
 
 
 def _replaced(
@@ -354,6 +373,26 @@ def _bury(tier: Tier, commit: CommitId, incarnation: int, reason: str, clock: Cl
     ledger.bury(tier, commit, incarnation=incarnation, reason=reason, clock=clock)
 
 
+def take_away(
+    tier: Tier, commit: CommitId, incarnation: int, reason: str, seen: Snapshot, clock: Clock = SYSTEM_CLOCK
+) -> tuple[tuple[CommitId, ...], int]:
+    """Un-commit a step; where storage is so full that not even a tombstone fits, delete it at once.
+
+    Returns:
+        What was deleted, and how many bytes that freed.
+    """
+    try:
+        _uncommit(tier, commit, incarnation, reason, seen, clock)
+    except StorageFullError:
+        return _delete_all(tier, seen, _with_manifest(seen, commit.step), incarnation, dry_run=False)
+    return (), 0
+
+
+def _with_manifest(seen: Snapshot, step: int) -> list[CommitId]:
+    there = seen.listing.attempts.items()
+    return sorted(commit for commit, view in there if commit.step == step and view.has_manifest)
+
+
 def _uncommit_for_room(tier: Tier, commit: CommitId, incarnation: int, seen: Snapshot, clock: Clock) -> list[CommitId]:
     """As `_uncommit`. Where not even a tombstone fits, deleting the manifests is what un-commits.
 
@@ -362,8 +401,7 @@ def _uncommit_for_room(tier: Tier, commit: CommitId, incarnation: int, seen: Sna
     try:
         return _uncommit(tier, commit, incarnation, "room for a save", seen, clock)
     except StorageFullError:
-        there = seen.listing.attempts.items()
-        return sorted(other for other, view in there if other.step == commit.step and view.has_manifest)
+        return _with_manifest(seen, commit.step)
 
 
 def _delete_all(

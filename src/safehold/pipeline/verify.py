@@ -326,8 +326,8 @@ class _PackCheck:
             self._fault("the file is missing", keys=self._keys(0, self._entry.size_bytes))
             tally.read(self._entry.size_bytes)
             return
-        except IntegrityError as exc:
-            self._fault(exc.message)
+        except (IntegrityError, StorageError) as exc:
+            self._fault(exc.message, keys=self._keys(0, self._entry.size_bytes))
             tally.read(self._entry.size_bytes)
             return
         try:

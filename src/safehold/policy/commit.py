@@ -93,6 +93,7 @@ __all__ = [
 
 MAX_REMEMBERED = 4096
 MAX_OPEN = 256
+IN_DOUBT = "; whether it is committed is not known"
 
 
 class CommitMachine:
@@ -409,6 +410,7 @@ class CommitMachine:
         in_doubt = save.phase is Phase.PUBLISHING and not certain
         if in_doubt:
             self._in_doubt[key] = set(self._members.publishers - save.published)
+            error = from_wire({**error.to_wire(), "message": error.message + IN_DOUBT})
         save.phase = Phase.ABANDONED
         self._close(key, Abandon(*key, _placed(error, step=save.step, rank=rank, node=node), in_doubt))
 

@@ -84,7 +84,9 @@ def write_random_states(values: Mapping[str, Any], *, rank: int, world_size: int
         try:
             if not isinstance(value, RankValues):
                 entry.write(from_plain(value))
-            elif value.equal:
+            elif rank == 0 and len(value.values) == 1:
+                entry.write(from_plain(_first(value)))
+            elif value.equal and len(value.values) > 1:
                 entry.write(from_plain(_first(value)))
                 said.append(f"random state {source}: the same on all saved ranks, set to that on all ranks")
             else:

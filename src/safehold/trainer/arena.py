@@ -42,6 +42,8 @@ class ArenaWriter:
         self._run, self._config = run, config
         self._lock = threading.Lock()
         self._device: Device | None = None
+        self._device_lock = threading.Lock()
+        self._ready: Mapping | None = None
         self._numa_node: int | None = None
         self._stager: Stager | None = None
         self._written: tuple[str, Mapping] | None = None
@@ -49,6 +51,7 @@ class ArenaWriter:
         self._saving = False
         self._preparing: Mapping | None = None
         self._hung = False
+        self._asked_bytes = 0
         self._pid = os.getpid()
 
     # -- the arena itself ------------------------------------------------------------------------------------------------
@@ -58,16 +61,44 @@ class ArenaWriter:
         with self._lock:
             return map_arena(self._run, reply.arena_id, reply.arena_bytes, fds)
 
+    def make_room(self, size_bytes: int, *, saving: bool = False) -> None:
+        """Unmap the arena before a larger one is asked for: it counts against the memory budget as long as it is mapped here.
+
+        What was asked for once in vain is not asked for again: where the budget holds a part of the state only, that is what is mapped.
+        """
+        with self._lock:
+            busy = self._hung or self._open is not None or self._preparing is not None or (self._saving and not saving)
+            held = [mapping for mapping in self._run.arenas.values() if mapping.size_bytes < size_bytes]
+            if busy or size_bytes <= self._asked_bytes:
+                return
+            self._asked_bytes = size_bytes
+            for mapping in held:
+                self._run.arenas = {at: kept for at, kept in self._run.arenas.items() if kept is not mapping}
+            self._run.retired += held
+        if held:
+            self._let_go(now=saving)
+
     def prepare(self, reply: m.Prepared, fds: list[int], leaves: Leaves) -> None:
         """Get an arena's pages into this process, and pinned."""
+        self.make_ready(self.map(reply, fds), leaves)
+
+    def make_ready(self, arena: Mapping, leaves: Leaves) -> None:
+        """Populate and pin an arena that is mapped already, unless it is on its way out."""
         with self._lock:
-            arena = self._preparing = map_arena(self._run, reply.arena_id, reply.arena_bytes, fds)
+            if arena in self._run.retired or arena not in self._run.arenas.values():
+                return
+            self._preparing = arena
         try:
             populate(arena)
             self._device_for(leaves).prepare_host(arena)
+            self._ready = arena
         finally:
             self._preparing = None
         self._let_go()
+
+    def is_ready(self, arena: Mapping) -> bool:
+        """Whether `prepare` has been through with an arena."""
+        return self._ready is arena
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -87,7 +118,7 @@ class ArenaWriter:
 
     def reset(self) -> None:
         """Another agent has other arenas."""
-        self._written = None
+        self._written, self._asked_bytes = None, 0
 
     def _let_go(self, *, now: bool = False) -> None:
         """Unmap arenas that were replaced, unless something may still copy into one: then the next save does it (`now`)."""
@@ -109,9 +140,10 @@ class ArenaWriter:
                 log.warning("safehold: an arena stays mapped: %s", exc)
 
     def _device_for(self, leaves: Leaves) -> Device:
-        if self._device is None:
-            self._device = open_device([view for leaf in leaves.tensors for _, view in leaf.pieces])
-        return self._device
+        with self._device_lock:
+            if self._device is None:
+                self._device = open_device([view for leaf in leaves.tensors for _, view in leaf.pieces])
+            return self._device
 
     def numa_node(self, leaves: Leaves) -> int:
         """Return the NUMA node that this rank's arena should be on, or -1."""
@@ -210,13 +242,14 @@ class ArenaWriter:
         if ticket.settled and self._open is entry:
             self._open = None
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float | None = None) -> None:
         """Wait for an overlapped staging, if one is under way; its failure reaches its handle. One that does not end is cancelled."""
         entry = self._open
         if entry is None:
             return
         try:
-            entry[0].finish(self._config.stage_timeout_s)
+            limit_s = self._config.stage_timeout_s
+            entry[0].finish(limit_s if timeout_s is None else min(timeout_s, limit_s))
         except CheckpointError as exc:
             self._hung = not entry[0].cancel(exc) or self._hung
         self._open = None
@@ -228,9 +261,9 @@ class ArenaWriter:
         if stager is not None:
             self._hung = not stager.close() or self._hung
 
-    def close(self) -> None:
-        """Let go of everything; nothing copies any more."""
-        self.finish()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let go of everything; what still copies has that long to end."""
+        self.finish(timeout_s)
         self._run.retired += self._run.arenas.values()
         self._run.arenas.clear()
         self._let_go(now=True)

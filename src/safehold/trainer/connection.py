@@ -29,6 +29,7 @@ from safehold.types import Membership
 
 log = logging.getLogger("safehold")
 ANSWER_SLACK_S = 5.0
+COME_BACK_PAUSE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,6 +189,7 @@ class Reconnector:
 
     def __init__(self, run: Run, config: Config) -> None:
         self._run, self._config = run, config
+        self._told = 0
 
     def ensure(self) -> None:
         """Connect again if the agent was lost.
@@ -198,7 +200,9 @@ class Reconnector:
         with self._run.reconnecting:
             if self._run.client.alive:
                 return
-            log.warning("safehold: the agent of this node is gone; starting another")
+            if self._told != self._run.client.generation:  # once for each agent, however often it is tried
+                self._told = self._run.client.generation
+                log.warning("safehold: the agent of this node is gone; starting another")
             self._run.client.reconnect(self._config.start_timeout_s)
 
 

@@ -35,6 +35,7 @@ class Failures:
 
     Attributes:
         num_failed: Failed saves so far.
+        num_committed: Saves so far that became durable.
         num_in_row: Failed saves since the last commit.
     """
 
@@ -44,6 +45,7 @@ class Failures:
         self._pending: CheckpointError | None = None
         self._superseded: SupersededError | None = None
         self.num_failed = 0
+        self.num_committed = 0
         self.num_in_row = 0
 
     def raises(self, error: CheckpointError) -> bool:
@@ -79,6 +81,7 @@ class Failures:
     def committed(self) -> None:
         """A save succeeded."""
         with self._lock:
+            self.num_committed += 1
             self.num_in_row = 0
             if self._pending is not None and not self.raises(self._pending):
                 self._pending = None

@@ -7,7 +7,8 @@ never holds a lock that the receiving thread needs. An error that a wait has rai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,6 +62,7 @@ class SaveHandle:
         self._figures = Figures()
         self._changed = threading.Condition()
         self._on_raised: Callable[[CheckpointError], None] | None = None
+        self._on_durable: Callable[[], None] | None = None
         self._was_staged = False
 
     def __repr__(self) -> str:
@@ -83,7 +85,10 @@ class SaveHandle:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint will never exist (and was not merely skipped by policy)."""
+        """Whether the save failed (and was not merely skipped by policy): do not count on the checkpoint.
+
+        Where it was being committed when storage failed, it may exist all the same; the message of `error` says so then.
+        """
         return self._state == "failed"
 
     @property
@@ -159,6 +164,8 @@ class SaveHandle:
                 return False
             if isinstance(error, SkippedError) and state == "failed":
                 state = "skipped"
+            if state == "durable" and self._on_durable is not None:
+                self._on_durable()
             self._state, self._error = state, error
             self._was_staged = self._was_staged or state in ("staged", "durable")
             self._changed.notify_all()
@@ -168,3 +175,15 @@ class SaveHandle:
         """Note that training waited for it once more."""
         with self._changed:
             self._figures = replace(self._figures, pause_s=self._figures.pause_s + seconds)
+
+
+def wait_all(handles: Iterable[SaveHandle], limit_s: float) -> DeadlineError | None:
+    """Wait until it is known what became of all of them; returns the error of the first that was late."""
+    deadline = time.monotonic() + limit_s
+    late: DeadlineError | None = None
+    for handle in handles:
+        try:
+            handle._wait_over(max(0.0, deadline - time.monotonic()), limit_s)
+        except DeadlineError as exc:
+            late = late or exc
+    return late

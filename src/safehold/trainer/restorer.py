@@ -7,6 +7,7 @@ says whether the state was touched.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -32,10 +33,12 @@ from safehold.pipeline.apart import differing
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.direct_load import saved_index
 from safehold.pipeline.restore import Reading, RestoreFigures
+from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
-from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions
+from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions, TensorLeaf
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
+from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
 from safehold.types import CommitId
 
@@ -110,6 +113,12 @@ class Restorer:
         self._config, self._events, self._random_states = config, events, random_states
         self._progress = progress
         self._reconnector = Reconnector(run, config)
+        self._bound: list[TensorLeaf] = []
+
+    def take_bound(self) -> list[TensorLeaf]:
+        """Return the leaves that the last restore has filled, once."""
+        bound, self._bound = self._bound, []
+        return bound
 
     def restore(self, state: Any, step: int | None, options: RestoreOptions) -> RestoreReport | None:
         """Restore; None only if the run has no commit at all. See `Checkpointer.restore`."""
@@ -185,6 +194,7 @@ class Restorer:
         assert offer.step is not None
         with suppress(CheckpointError):  # it is restored, whatever became of the agent
             self._run.client.tell(m.RestoreDone(-1, offer.step))
+        self._bound = [entry.leaf for entry in binding.destinations]
         return self._report(attempt, binding, figures, started)
 
     def _bind(
@@ -194,8 +204,13 @@ class Restorer:
         assert offer.step is not None
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
         with self._events.span("documents", step=offer.step, rank=self._rank):
-            checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
-        with self._events.span("bind", step=offer.step, rank=self._rank):
+            checkpoint, stored = within(
+                self._config.stall_timeout_s,
+                "reading the documents of a checkpoint",
+                lambda: self._documents(commit, offer.manifest),
+                path=self._tier.url,
+            )
+        with collector.paused(), self._events.span("bind", step=offer.step, rank=self._rank):
             binding = bind_for_restore(
                 state,
                 saved_index(checkpoint),
@@ -206,7 +221,6 @@ class Restorer:
             )
             shared = self._shares(binding) and not offer.memory
             reading = self._reading(attempt, checkpoint, binding.destinations, shared=shared, progress=self._progress)
-            stored = StoredObjects(self._tier, checkpoint)
             values = stored.values(binding.object_names, rank=self._rank, world_size=self._world_size)
             binding.mismatched.extend(binding.check(values))
             binding.mismatched.extend(
@@ -214,6 +228,10 @@ class Restorer:
             )
             attempt.unused = binding.unused
         return values, binding, reading
+
+    def _documents(self, commit: CommitId, manifest: bytes) -> tuple[Checkpoint, StoredObjects]:
+        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=manifest, lazy=True)
+        return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
 
     def _reading(
         self,
@@ -293,7 +311,7 @@ class Restorer:
         return verdict
 
     def _no(self, attempt: _Attempt, phase: str, error: CheckpointError) -> None:
-        bad = isinstance(error, IntegrityError) or (isinstance(error, StorageError) and phase == "verified")
+        bad = _speaks_of_the_checkpoint(error)
         if error.rank is None:
             error.rank = self._rank
         if isinstance(error, AgentUnavailableError):
@@ -343,3 +361,9 @@ class Restorer:
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
         )
+
+
+def _speaks_of_the_checkpoint(error: CheckpointError) -> bool:
+    """Whether an error means that stored bytes are lost, and not that this rank has a trouble of its own (no descriptors, no memory)."""
+    lost = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
+    return isinstance(error, IntegrityError) or (isinstance(error, StorageError) and lost)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,11 +35,13 @@ from safehold.pipeline.staging import Ticket
 from safehold.policy import settlement as settlements
 from safehold.policy.settlement import Settlement
 from safehold.state.collect import BindingCache, collect
-from safehold.state.leaves import Leaves
+from safehold.state.leaves import Leaves, TensorLeaf
+from safehold.trainer import collector
 from safehold.trainer.arena import ArenaWriter
-from safehold.trainer.connection import Reconnector, Run
+from safehold.trainer.connection import COME_BACK_PAUSE_S, Reconnector, Run
 from safehold.trainer.failures import Failures, interrupted
 from safehold.trainer.handles import SaveHandle
+from safehold.trainer.preparing import Preparing, headroom_bytes, leaves_of
 from safehold.types import TensorSpec
 
 log = logging.getLogger("safehold")
@@ -74,9 +76,7 @@ class Saver:
         self._run, self._rank, self._world_size, self._config = run, rank, world_size, config
         self._failures, self._events, self._random_states = failures, events, random_states
         self._reconnector = Reconnector(run, config)
-        self._planner = Planner(
-            rank, world_size, pack_size_bytes=config.pack_size_bytes, split_bytes=config.split_bytes
-        )
+        self._planner = self._new_planner()
         self._cache = BindingCache()
         self._attempts: dict[int, int] = {}
         self._open: dict[tuple[int, int], SaveHandle] = {}
@@ -85,11 +85,16 @@ class Saver:
         self._settlement: Settlement | None = None
         self._known_parts: set[str] = set()
         self._connection = 0
-        self._preparing: threading.Thread | None = None
         self._seq = 0
         self._arena = ArenaWriter(run, config)
+        self._preparing = Preparing(run, self._arena, config)
+        self._registering = threading.Lock()
         self._lock = threading.Lock()
         self._noted: set[str] = set()
+
+    def _new_planner(self) -> Planner:
+        pack, split = self._config.pack_size_bytes, self._config.split_bytes
+        return Planner(self._rank, self._world_size, pack_size_bytes=pack, split_bytes=split)
 
     # -- notifications, in the receiving thread ---------------------------------------------------------------------------
 
@@ -121,19 +126,25 @@ class Saver:
         threading.Thread(target=self._come_back, args=(pending, error), name="safehold-reconnect", daemon=True).start()
 
     def _come_back(self, lost: list[tuple[int, int]], error: CheckpointError) -> None:
-        """Get another agent at once, so that saves by time go on being announced; the next save tries again if this fails.
+        """Get another agent, as soon as one can be had, so that saves by time go on being announced.
 
         The agent is told which saves this rank lost with the old one, so that no other rank begins one of them and waits for this one.
         """
-        try:
-            self._reconnector.ensure()
-            for step, attempt in lost:
-                self._run.client.tell(m.StageFailed(-1, step, attempt, error.to_wire()))
-        except SupersededError as exc:
-            self._failures.superseded(exc)
-        except CheckpointError as exc:
-            if not self._run.client.closed:
-                log.warning("safehold: no agent yet: %s", exc)
+        told = ""
+        while not self._run.client.closed:
+            try:
+                self._reconnector.ensure()
+                for step, attempt in lost:
+                    self._run.client.tell(m.StageFailed(-1, step, attempt, error.to_wire()))
+                return
+            except SupersededError as exc:
+                self._failures.superseded(exc)
+                return
+            except CheckpointError as exc:
+                if not self._run.client.closed and str(exc) != told:
+                    told = str(exc)
+                    log.warning("safehold: no agent yet, it is tried again: %s", exc)
+            time.sleep(COME_BACK_PAUSE_S)
 
     def _superseded(self, reply: m.Superseded) -> None:
         error = SupersededError(
@@ -198,25 +209,24 @@ class Saver:
             if wait and self._planner.undeclared(layout) and self._world_size > 1:
                 self._settled.wait(self._config.request_timeout_s)
                 layout = self._lay_out(leaves)
-            comparison = self._planner.comparison(layout, leaves, 0, peek=True)
-            size = comparison.arena_bytes + _headroom(leaves)
-            work = threading.Thread(target=self._prepare_arena, args=(leaves, size), name="prepare", daemon=True)
-            self._preparing = work
-            work.start()
+            comparison = self._planner.comparison(layout, leaves, 0)
+            size = comparison.arena_bytes + headroom_bytes(leaves)
+            self._preparing.start(lambda: self._preparing.arena(leaves, size))
             if wait:
-                work.join(self._config.start_timeout_s)
+                self._preparing.wait(self._config.start_timeout_s)
 
-    def _prepare_arena(self, leaves: Leaves, size: int) -> None:
-        try:
-            reply, fds = self._run.client.request(
-                m.Prepare(0, size, self._arena.numa_node(leaves)),
-                m.Prepared,
-                self._config.start_timeout_s,
-                "preparing the arena",
-            )
-            self._arena.prepare(reply, fds, leaves)
-        except CheckpointError as exc:
-            log.warning("safehold: preparing for saves failed: %s", exc)
+    def prepare_restored(self, tensors: list[TensorLeaf]) -> None:
+        """As `prepare`, in the background, for what a restore has bound: training need not wait for another walk of the state."""
+        leaves = leaves_of(tensors)
+
+        def work() -> None:
+            with self._events.span("prepare", rank=self._rank):
+                planner = self._new_planner()
+                layout = planner.layout(leaves)
+                self._register(layout)
+                self._preparing.arena(leaves, planner.comparison(layout, leaves, 0).arena_bytes)
+
+        self._preparing.start(work)
 
     def save(
         self,
@@ -237,7 +247,7 @@ class Saver:
         with self._lock:
             self._open[step, attempt] = handle
         try:
-            with self._arena.saving(), self._events.span("save_call", step=step, rank=self._rank):
+            with collector.paused(), self._arena.saving(), self._events.span("save_call", step=step, rank=self._rank):
                 self._save(handle, state, metrics, final, announced, overwrite, overlap, started)
         except SkippedError as exc:
             self._save_failed(step, attempt, exc)
@@ -293,6 +303,11 @@ class Saver:
         encoded = _encode_objects(leaves)
         with self._events.span("stage", step=step, rank=self._rank):
             ticket = self._arena.stage(handle, layout, comparison, leaves, arena, overlap=overlap)
+        handle._on_durable = partial(self._planner.compared, comparison)
+        if (
+            not self._arena.is_ready(arena) and self._preparing.idle
+        ):  # the agent or the state is another than was prepared for
+            self._preparing.start(lambda: self._arena.make_ready(arena, leaves))
         handle._advance("staging", rank_bytes=layout.pack_bytes)
         if not ticket.settled:
             self._follow(handle, ticket, encoded, started)
@@ -351,6 +366,7 @@ class Saver:
             beside_training=overlap,
             numa_node=self._arena.numa_node(leaves),
         )
+        self._arena.make_room(comparison.arena_bytes, saving=True)
         with self._events.span("begin", step=handle.step, rank=self._rank):
             reply, fds = self._run.client.ask(message, self._config.flush_timeout_s, "the start of a save")
             if isinstance(reply, m.PartWanted):
@@ -437,14 +453,16 @@ class Saver:
         if self._world_size == 1:
             return
         mine = self._planner.undeclared(layout)
-        if mine == self._registered:
-            return
-        self._settled.clear()
         leaves: list[tuple[str, str, list[int], str]] = [
             (spec.name, spec.dtype, list(spec.shape), spec.kind) for spec in mine
         ]
-        self._run.client.request(m.Register(0, leaves), m.Done, self._config.request_timeout_s, "registering leaves")
-        self._registered = mine
+        with self._registering:
+            if mine == self._registered:
+                return
+            self._settled.clear()
+            request = m.Register(0, leaves)
+            self._run.client.request(request, m.Done, self._config.request_timeout_s, "registering leaves")
+            self._registered = mine
 
     def _reconnect(self) -> None:
         self._reconnector.ensure()
@@ -463,35 +481,12 @@ class Saver:
         with self._lock:
             return list(self._open.values())
 
-    def close(self) -> None:
-        """Let go of the arena, once nothing prepares it any more (a thread must not outlive the interpreter)."""
-        if self._preparing is not None:
-            self._preparing.join(self._config.start_timeout_s)
-        self._arena.close()
+    def close(self, timeout_s: float) -> None:
+        """Let go of the arena, once nothing prepares it any more (a thread must not outlive the interpreter), within the timeout."""
+        deadline = time.monotonic() + timeout_s
+        self._preparing.join(min(timeout_s, self._config.start_timeout_s))
+        self._arena.close(max(0.0, deadline - time.monotonic()))
 
 
 def _encode_objects(leaves: Leaves) -> dict[str, bytes]:
     return {leaf.spec.name: objects.encode(leaf.value, name=leaf.spec.name) for leaf in leaves.objects}
-
-
-def _headroom(leaves: Leaves) -> int:
-    """Bytes that optimizers which have not stepped yet will need for their states: known for the common families, else nothing."""
-    extra = 0
-    stateful = {leaf.spec.name for leaf in leaves.tensors if ".state." in leaf.spec.name}
-    for name, optimizer in leaves.optimizers:
-        if any(entry.startswith(f"{name}.state.") for entry in stateful):
-            continue
-        kind = type(optimizer).__name__.lower()
-        copies = (
-            2
-            if "adam" in kind or "lamb" in kind
-            else 1
-            if any(g.get("momentum") for g in optimizer.param_groups)
-            else 0
-        )
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                local: Callable[[], Any] | None = getattr(param, "to_local", None)
-                tensor = local() if local is not None else param
-                extra += copies * tensor.numel() * tensor.element_size() + 64 * copies
-    return extra

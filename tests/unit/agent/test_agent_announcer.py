@@ -102,6 +102,16 @@ def test_a_rank_that_passed_drops_it_and_it_is_announced_further_ahead_at_once(l
     assert lead.pass_(60.0, 40, 40) in (42, 43), "the margin is small again"
 
 
+@pytest.mark.parametrize("outcome", ["committed", "abandoned"])
+def test_the_end_of_an_earlier_save_is_no_word_about_what_is_announced(lead: Lead, outcome: str) -> None:
+    assert lead.pass_(60.0, 5, 5) == 7
+    getattr(lead.announcer, outcome)(6)
+    lead.announcer.begun(7, 0)
+    assert lead.pass_(1.0, 7, 8) == 12 and lead.dropped == 1, "rank 0 does not wait for rank 1, which has passed it"
+    getattr(lead.announcer, outcome)(12)
+    assert lead.pass_(59.0, 20, 20) == 12 and lead.dropped == 1
+
+
 def test_steps_in_strides_are_not_taken_for_passing(lead: Lead) -> None:
     """Ranks that tell every tenth step only: they begin at the first one at or behind the announced step, and tell it then."""
     assert lead.pass_(60.0, 10, 10) == 12
@@ -145,6 +155,21 @@ def test_a_dropped_save_is_given_up_quietly_by_those_who_began_it() -> None:
     node.record()
     node.publish()
     assert node.peers[0].last(m.Durable).step == announced
+
+
+def test_a_dropped_save_that_waits_for_the_one_before_is_given_up_too() -> None:
+    node = Node(every_seconds=60.0)
+    for rank in (0, 1):
+        node.controls[rank].set_progress(step=5)
+    node.tick(59.0)
+    for rank in (0, 1):
+        node.begin(rank, 6)
+    node.tick(1.0)
+    request = node.begin(0, 7, announced=True, pump=False)
+    assert node.reply_to(0, request) is None
+    node.controls[1].set_progress(step=9)
+    node.tick(1.0)
+    assert isinstance(node.reply_to(0, request), m.Refused) and "announced again" in str(node.peers[0].refusal())
 
 
 def test_a_save_that_the_user_asked_for_is_not_dropped() -> None:

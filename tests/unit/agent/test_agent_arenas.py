@@ -25,7 +25,7 @@ class Pool:
         self.work = Work()
         self.released: list[int] = []
         self.pool = ArenaPool(self.work.post, budget_bytes, released=self.released.append)
-        self.pool.fitting(1, 1, MiB)
+        self.pool.fitting(0, 1, [0], MiB)
         self.answers: list[tuple[Arena | None, CheckpointError | None]] = []
 
     def ask(self, rank: int, size_bytes: int) -> list[tuple[Arena | None, CheckpointError | None]]:
@@ -110,6 +110,11 @@ def test_growing_lets_go_of_the_old_one_and_says_so(p: Pool) -> None:
     assert new is not old and old.fd == -1 and p.released == [old.arena_id]
     assert new.arena_id > old.arena_id
     assert p.pool.total_bytes == MiB
+
+
+def test_another_agent_gives_other_ids_that_count_on(p: Pool) -> None:
+    arena = p.take(0, 5000)
+    assert Pool().take(0, 5000).arena_id > arena.arena_id
 
 
 def test_the_budget_refuses_by_name_and_takes_nothing() -> None:
@@ -232,7 +237,26 @@ def test_who_waited_for_one_that_is_given_up_gets_another(p: Pool) -> None:
     ],
 )
 def test_how_much_a_rank_gets(p: Pool, wanted: int, num_ranks: int, granted: int) -> None:
-    assert p.pool.fitting(wanted, num_ranks, 4 * MiB) == granted
+    assert p.pool.fitting(0, wanted, range(num_ranks), 4 * MiB) == granted
+
+
+def test_uneven_ranks_get_all_where_all_fit_together(p: Pool) -> None:
+    """Rank 0 has 50 of 64 MiB, rank 1 the rest; until rank 1 has asked, it may want as much."""
+    fitting = lambda rank, mib: p.pool.fitting(rank, mib * MiB, [0, 1], 4 * MiB) // MiB  # noqa: E731
+    assert fitting(0, 50) == 32
+    assert fitting(1, 10) == 10 and fitting(0, 50) == 50
+    large = p.take(0, 50 * MiB)
+    assert fitting(1, 10) == 10
+    p.take(1, 10 * MiB)
+    large.use()
+    assert fitting(1, 20) == 12, "it grows, and rank 0 has its arena still: a ring in what is left"
+    assert fitting(0, 50) == 32 and p.pool.of(0) is large, "which is in use"
+    p.pool.free(large)
+    assert fitting(0, 50) == 32 and p.pool.of(0) is None
+    p.take(0, 32 * MiB)
+    assert fitting(1, 20) == 20 and p.take(1, 20 * MiB).size_bytes == 20 * MiB
+    p.pool.configure(64 * MiB)  # another job
+    assert fitting(0, 50) == 32
 
 
 def test_trimmed_pages_go_back_and_the_arena_is_smaller_from_then_on() -> None:

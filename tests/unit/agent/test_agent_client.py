@@ -135,7 +135,7 @@ def test_hello_brings_the_control_words(agent: Agent) -> None:
 def test_a_request_and_its_answer(agent: Agent) -> None:
     agent.connect()
     agent.answer(lambda number: m.Granted(number, 3, 4096), (0,))
-    reply, fds = agent.client.request(m.Drain(0), m.Granted, TIMEOUT_S, "x")
+    reply, fds = agent.client.request(m.Register(0, []), m.Granted, TIMEOUT_S, "x")
     assert reply.arena_id == 3 and len(fds) == 1
     os.close(fds[0])
 
@@ -145,7 +145,7 @@ def test_refusals_are_raised_as_they_were(agent: Agent) -> None:
     agent.answer(lambda number: m.Refused(number, StorageError("full", path="/d").to_wire()), (0, 1))
     before = num_fds()
     with pytest.raises(StorageError, match="full"):
-        agent.client.request(m.Drain(0), m.Done, TIMEOUT_S, "x")
+        agent.client.request(m.Register(0, []), m.Done, TIMEOUT_S, "x")
     assert num_fds() <= before
 
 
@@ -154,7 +154,7 @@ def test_an_answer_of_another_kind_is_an_error_and_leaves_nothing_open(agent: Ag
     before = num_fds()
     agent.answer(lambda number: m.Granted(number, 3, 4096), (0, 1))
     with pytest.raises(AgentUnavailableError, match="Granted"):
-        agent.client.request(m.Drain(0), m.Done, TIMEOUT_S, "x")
+        agent.client.request(m.Register(0, []), m.Done, TIMEOUT_S, "x")
     until(lambda: num_fds() <= before)
 
 
@@ -163,10 +163,10 @@ def test_an_answer_that_comes_late_leaves_nothing_open(agent: Agent) -> None:
     before = num_fds()
     for _ in range(5):
         with pytest.raises(DeadlineError, match=r"within 0\.02 s"):
-            agent.client.ask(m.Drain(0), 0.02, "x")
+            agent.client.ask(m.Register(0, []), 0.02, "x")
         agent.send(m.Granted(agent.receive().id, 3, 4096), (0, 1, 2))
     agent.answer(lambda number: m.Done(number))
-    agent.client.ask(m.Drain(0), TIMEOUT_S, "x")
+    agent.client.ask(m.Register(0, []), TIMEOUT_S, "x")
     assert num_fds() <= before and not agent.client._pending
 
 
@@ -180,7 +180,7 @@ def test_notifications_reach_their_subscriber_and_its_faults_harm_nobody(
     agent.client._notify = lambda reply: 1 / 0
     agent.send(m.Note("two"))
     agent.answer(lambda number: m.Done(number))
-    agent.client.ask(m.Drain(0), TIMEOUT_S, "x")
+    agent.client.ask(m.Register(0, []), TIMEOUT_S, "x")
     assert agent.told == [m.Note("one")] and "ZeroDivisionError" in caplog.text
     assert num_fds() <= before
 
@@ -192,7 +192,7 @@ def test_an_agent_that_dies_fails_all_requests_at_once(agent: Agent, how: str) -
 
     def ask() -> None:
         try:
-            agent.client.ask(m.Drain(0), TIMEOUT_S, "x")
+            agent.client.ask(m.Register(0, []), TIMEOUT_S, "x")
         except CheckpointError as exc:
             errors.append(exc)
 
@@ -218,7 +218,7 @@ def test_an_agent_that_dies_fails_all_requests_at_once(agent: Agent, how: str) -
     assert len(agent.lost) == 1 and not agent.client.alive
     assert num_fds() < before + 1
     with pytest.raises(AgentUnavailableError):
-        agent.client.tell(m.Drain(0))
+        agent.client.tell(m.Register(0, []))
 
 
 def test_another_agent_is_found_and_old_control_words_are_closed(agent: Agent) -> None:
@@ -250,6 +250,8 @@ def test_a_refused_hello_leaves_no_connection_behind(agent: Agent, error: Checkp
     assert not agent.client.alive
     with pytest.raises(ChannelClosed):
         agent.channel.recv(timeout_s=TIMEOUT_S)
+    agent.client._receiver.join(TIMEOUT_S)
+    assert not agent.lost, "who connects knows; told as lost, it would be looked for again and again"
 
 
 def foreign(word: str) -> bytes:
@@ -309,7 +311,7 @@ def test_an_agent_that_shows_no_sign_of_life_is_not_waited_for(agent: Agent, mon
     agent.node.beat()
     begun = time.monotonic()
     with pytest.raises(DeadlineError, match="sign of life"):
-        agent.client.ask(m.Drain(0), 60.0, "x")
+        agent.client.ask(m.Register(0, []), 60.0, "x")
     assert 0.2 < time.monotonic() - begun < TIMEOUT_S
 
 
@@ -320,7 +322,7 @@ def test_goodbye(agent: Agent) -> None:
     answered.join(TIMEOUT_S)
     agent.client.close(linger=False)
     with pytest.raises(AgentUnavailableError):
-        agent.client.ask(m.Drain(0), 1.0, "x")
+        agent.client.ask(m.Register(0, []), 1.0, "x")
     assert not agent.lost
 
 
@@ -334,8 +336,8 @@ def test_a_forked_child_cannot_use_it(agent: Agent) -> None:
     agent.connect()
     agent.client._pid += 1
     for use in (
-        lambda: agent.client.ask(m.Drain(0), 1.0, "x"),
-        lambda: agent.client.tell(m.Drain(0)),
+        lambda: agent.client.ask(m.Register(0, []), 1.0, "x"),
+        lambda: agent.client.tell(m.Register(0, [])),
         lambda: agent.client.reconnect(1.0),
     ):
         with pytest.raises(ConfigurationError, match="forked"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 from agent_fakes import FakeFlusher, Work
 
+from safehold.agent import memory_checks
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.memory_checks import MemoryChecks
 from safehold.errors import StorageError
@@ -133,6 +135,40 @@ def test_what_is_committed_after_the_death_is_checked_then(w: World) -> None:
     arena.busy = False
     w.checks.consider()
     assert w.flusher.open("check_memory")
+
+
+def test_a_trainer_that_goes_again_and_again_costs_one_thread_and_one_descriptor(w: World) -> None:
+    def num_watchers() -> int:
+        return sum(thread.name == "process-ends" for thread in threading.enumerate())
+
+    before, watchers = len(os.listdir("/proc/self/fd")), num_watchers()
+    for _ in range(20):
+        w.checks.rank_gone(0, w.process.pid)
+        w.checks.rank_back(0)
+        w.checks.rank_gone(1, os.getpid())
+    assert len(os.listdir("/proc/self/fd")) == before + 2 and num_watchers() == watchers + 1
+    w.checks.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    w.work.run_for(0.2)
+    assert num_watchers() == watchers
+    arena = w.saved()
+    w.checks.rank_gone(0, w.process.pid)
+    w.die()
+    w.checked()
+    w.flusher.answer("check_memory", True)
+    assert arena.verified
+
+
+def test_a_process_that_never_ends_is_not_waited_for_for_ever(w: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_checks, "LEAVING_S", 0.05)
+    before = len(os.listdir("/proc/self/fd"))
+    w.saved()
+    w.checks.rank_gone(0, w.process.pid)
+    w.work.run_for(0.3)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "the arena has one"
+    w.die()
+    w.work.run_for(0.1)
+    assert not w.flusher.log
 
 
 def test_a_process_that_cannot_be_seen_is_never_dead(w: World) -> None:

@@ -30,7 +30,6 @@ REQUESTS = [
     m.MemoryAsk(10, 1),
     m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"]),
     m.RestoreDone(12, 10),
-    m.Drain(13),
     m.Bye(14, False),
     m.StatusAsk(15),
 ]
@@ -87,7 +86,7 @@ def test_a_reply_is_no_request(message: msgspec.Struct) -> None:
         msgspec.msgpack.encode({"type": "prepare", "id": 1, "arena_bytes": 1.5}),
         msgspec.msgpack.encode({"type": "no such thing", "id": 1}),
         msgspec.msgpack.encode([1, 2, 3]),
-        m.encode(m.Drain(1)) + b"x",
+        m.encode(m.Register(1, [])) + b"x",
         m.encode(REQUESTS[0])[:-1],
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_fakes import FakeClock, FakeFlusher, FakePeer, Node, hello
+from agent_fakes import FakeClock, FakeFlusher, FakePeer
 
 from safehold.agent import messages as m
 from safehold.agent.arenas import Arena
@@ -398,109 +398,9 @@ def test_stopped_from_outside(job: Job) -> None:
     assert isinstance(job.peers[1].refusal(), ConfigurationError)
 
 
-# -- in a session ------------------------------------------------------------------------------------------------------------
-
-
-def found(step: int, newest: int) -> dict[str, Any]:
-    return {
-        "commit": [step, 1, 0],
-        "manifest": b"m",
-        "newest": [newest, 1, 0],
-        "any_commit": True,
-        "bad": [],
-        "skipped": [],
-    }
-
-
-def test_a_restore_waits_for_the_save_in_flight_and_moves_to_the_next_incarnation() -> None:
-    node = Node()
-    node.save(10)
-    for rank in (0, 1):
-        node.begin(rank, 20)
-        node.stage(rank, 20)
-        node.send(rank, m.RestoreAsk(50 + rank, 10))
-    assert not node.flusher.open("find")
-    for rank in (0, 1):
-        node.flushed(rank)
-    node.record()
-    node.publish()
-    node.flusher.answer("find", found(10, 20))
-    assert node.peers[0].last(m.RestoreOffer).memory == [], "both arenas hold step 20 by now"
-    number = node.peers[0].last(m.RestoreOffer).round
-    for phase in ("planned", "verified"):
-        for rank in (0, 1):
-            node.send(rank, m.Vote(60 + rank, number, phase))
-    assert len(node.peers[0].of(m.Verdict)) == 1
-    node.flusher.answer("open_run", {"run_id": "run", "incarnation": 2, "steps": [10], "notes": []})
-    assert node.peers[1].last(m.Verdict).outcome == "go" and node.peers[1].last(m.Verdict).incarnation == 2
-    for rank in (0, 1):
-        node.send(rank, m.RestoreDone(-1, 10))
-    node.save(20)
-    assert node.flusher.done("publish")[-1]["commit"] == [20, 2, 0]
-    node.begin(0, 10, 3)
-    assert "committed already" in str(node.peers[0].refusal())
-
-
-def test_late_news_of_the_old_incarnation_reach_nobody_after_a_going_back() -> None:
-    node = Node()
-    for rank in (0, 1):
-        node.begin(rank, 20)
-        node.stage(rank, 20)
-        node.flushed(rank)
-    node.record()
-    node.plan()
-    node.work.run_until(lambda: node.flusher.open("publish"))
-    node.tick(60.0)  # in doubt
-    for rank in (0, 1):
-        node.send(rank, m.RestoreAsk(50 + rank, 10))
-    node.flusher.answer("find", found(10, 15))
-    number = node.peers[0].last(m.RestoreOffer).round
-    for phase in ("planned", "verified"):
-        for rank in (0, 1):
-            node.send(rank, m.Vote(60 + rank, number, phase))
-    node.flusher.answer("open_run", {"run_id": "run", "incarnation": 2, "steps": [10], "notes": []})
-    node.flusher.answer("publish")
-    assert not node.peers[0].of(m.Durable) and 20 not in node.saves.known.steps
-
-
 def test_the_offer_says_which_memory_is_verified() -> None:
     job = Job()
     job.arenas = [Arena(1, 1, 4096, verified=True), Arena(2, 0, 4096)]
     job.offer()
     offer = job.peers[0].last(m.RestoreOffer)
     assert offer.memory == [0, 1] and offer.verified == [1]
-
-
-def test_memory_of_a_rank_is_given_or_refused() -> None:
-    node = Node()
-    node.save(10)
-    node.send(1, m.MemoryAsk(70, 0))
-    assert node.reply_to(1, 70).packs == [(0, 8192)]
-    node.send(1, m.MemoryAsk(71, 9))
-    assert isinstance(node.peers[1].refusal(), RankLostError)
-    node.begin(0, 20)
-    node.send(1, m.MemoryAsk(72, 0))
-    assert isinstance(node.reply_to(1, 72), m.Refused), "it is being overwritten"
-
-
-def test_before_the_run_is_open_there_is_nothing_to_restore() -> None:
-    from agent_fakes import world_of
-
-    from safehold.agent.session import Session
-    from safehold.events import EventStream
-
-    node, world = Node(), world_of(1, "other")
-    session = Session(
-        hello(0, world),
-        pool=node.pool,
-        flusher=node.flusher,
-        post=node.work.post,
-        clock=node.clock,
-        events=EventStream("agent"),
-    )
-    peer = FakePeer(0)
-    session.attach(peer, hello(0, world))
-    for message in (m.RestoreAsk(1, None), m.Prepare(2, 10), m.StageFailed(3, 1, 0, {})):
-        with pytest.raises(ConfigurationError, match="not open yet"):
-            session.handle(peer, message, None)
-    session.close()

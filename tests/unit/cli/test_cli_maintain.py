@@ -178,6 +178,9 @@ def test_gc_finds_an_agent_in_another_slot_or_runtime_directory(
     if elsewhere:
         place = tmp_path / "other"
         place.mkdir(mode=0o700)
+        monkeypatch.delenv("SAFEHOLD_RUNTIME_DIR", raising=False)
+        (tmp_path / "usual").mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "usual"))
         monkeypatch.setenv("SAFEHOLD_CONFIG", str(tmp_path / "settings.toml"))
         (tmp_path / "settings.toml").write_text(f'runtime_dir = "{place}"\n')
     slot = runtime.open_slot(f"{run.root}#3", directory=place)

@@ -82,7 +82,7 @@ def test_this_machine():
 
 def test_budget():
     reading = memory.MemoryInfo(total_bytes=100, available_bytes=80, limited_by="machine")
-    assert budget_bytes(reading) == 40
+    assert budget_bytes(reading) == 48
     assert budget_bytes(reading, share=1) == 80
     assert budget_bytes(reading, limit_bytes=70) == 70
     assert budget_bytes(reading, limit_bytes=90) == 80

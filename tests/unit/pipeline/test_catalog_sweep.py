@@ -414,3 +414,13 @@ def test_make_room_takes_what_is_uncommitted_before_its_grace_time(run: RunDir):
     assert there(run) == [10, 20]
     sweep.make_room(Small(run, 0), 1, keep=Keep(last=1), incarnation=1, clock=run)
     assert there(run) == [20]
+
+
+def test_retention_on_full_storage_deletes_at_once_what_it_cannot_bury(run: RunDir):
+    for step in (10, 20, 30):
+        run.save(step)
+    tier = FakeTier(run.tier)
+    tier.fail("put", path="*tombstone*", error=StorageFullError("full"), times=-1)
+    swept = sweep.retire(tier, keep=Keep(last=1), incarnation=1, grace_s=60.0, clock=run)
+    assert [commit.step for commit in swept.deleted] == [10, 20] and swept.freed_bytes > 0
+    assert there(run) == steps(run) == [30]

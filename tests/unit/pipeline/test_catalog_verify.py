@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 
 import msgspec
 import numpy as np
 import pytest
-from run_dirs import RunDir, flip
+from run_dirs import RunDir, compose_manifest, flip
 
 from safehold.errors import FormatVersionError, StorageError
 from safehold.format import crc, document, objects, objects_file, pack, paths, records
-from safehold.pipeline import agreement
 from safehold.pipeline.catalog import Catalog
 from safehold.pipeline.verify import verify
 from safehold.testing.fake_tier import FakeTier
@@ -57,12 +57,12 @@ def reseal(run: RunDir, commit: CommitId) -> None:
         stored[ref.node] = records.encode_node_record(written[ref.node])
         path.write_bytes(stored[ref.node])
     plan = (run.root / paths.plan(manifest.plan_digest)).read_bytes()
-    again = agreement.compose_manifest(
+    again = compose_manifest(
         run_id=manifest.run_id,
         commit=commit,
         plan_bytes=plan,
         world_size=manifest.world_size,
-        records=written,
+        node_records=written,
         record_bytes=stored,
         created_s=manifest.created_s,
         library=manifest.library,
@@ -156,6 +156,15 @@ def test_unreadable_blocks_are_isolated(run: RunDir):
     report = verify(tier, commit, threads=1)
     (fault,) = report.faults
     assert fault.block is not None and "injected" in fault.message
+
+
+def test_a_pack_that_cannot_be_opened_is_a_fault(run: RunDir):
+    commit = run.save(10, big_tensors(), {}, world_size=1)
+    tier = FakeTier(run.tier)
+    tier.fail("open_pack", error=OSError(errno.EIO, "Input/output error"))
+    report = verify(tier, commit)
+    [fault] = report.faults
+    assert "EIO" in fault.message and fault.num_keys and fault.path.endswith(".safetensors")
 
 
 def test_a_tier_that_fails_altogether_raises(run: RunDir):

@@ -20,6 +20,7 @@ from safehold.errors import (
     SkippedError,
     StorageError,
     StorageFullError,
+    TornFileError,
 )
 from safehold.format import crc, paths
 from safehold.pipeline import flush
@@ -32,6 +33,8 @@ from safehold.tiers.flash import FlashTier
 from safehold.types import CommitId
 
 MIB = 1 << 20
+HEAD = (4096 - 8).to_bytes(8, "little") + b"{"
+"""How every pack begins: the length of its header, and a brace."""
 COMMIT = CommitId(10, 1, 0)
 DIRECTORY = paths.checkpoint_dir(COMMIT)
 
@@ -54,6 +57,8 @@ class Word:
 def arena_of(size: int) -> memoryview:
     arena = memoryview(mmap.mmap(-1, size))
     arena[:] = random.Random(size).randbytes(size)
+    for at in range(0, size, 4096):  # wherever a pack begins
+        arena[at : at + 9] = HEAD
     return arena
 
 
@@ -144,6 +149,52 @@ def test_nothing_is_read_before_it_is_staged(tier: FakeTier) -> None:
     assert isinstance(results[0], FlushResult), results
     assert results[0].packs[0].crc32 == crc.crc(right[: 4 * MIB])
     assert seen[-1] == size and sorted(seen) == seen
+
+
+@pytest.mark.parametrize(
+    "head",
+    [bytes(9), HEAD[:8] + b"x", (4096).to_bytes(8, "little") + b"{", (1 << 40).to_bytes(8, "little") + b"{"],
+    ids=["zeros", "no brace", "no multiple", "too long"],
+)
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_arena_that_nobody_staged_into_is_never_a_pack(tier: FakeTier, part: int, head: bytes) -> None:
+    arena = arena_of(2 * MIB)
+    arena[part * MIB : part * MIB + 9] = head
+    with pytest.raises(TornFileError, match="not what was staged") as caught:
+        flush_rank(tier, job_of([MIB, MIB]), arena, Word(2 * MIB).staged_word(), threading.Event())
+    assert caught.value.path == pack_path(part) and (caught.value.step, caught.value.rank) == (10, 5)
+
+
+def test_what_is_told_to_be_written_never_goes_back(tier: FakeTier) -> None:
+    told: list[int] = []
+    held_up = threading.Event()
+
+    def flushed(num_bytes: int) -> None:
+        if not held_up.is_set():  # the first who tells something is held up while he does
+            held_up.set()
+            time.sleep(0.1)
+        told.append(num_bytes)
+
+    size = 8 * MIB
+    flush_rank(tier, job_of([size]), arena_of(size), Word(size).staged_word(), threading.Event(), flushed=flushed)
+    assert told == sorted(told) and told[-1] == size
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_threads_that_cannot_be_started_end_it_by_name(
+    tier: FakeTier, disk: FakeDisk, num_started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, starts = threading.Thread.start, iter(range(9))
+
+    def limited(self: threading.Thread) -> None:
+        if next(starts) >= num_started:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(StorageError, match="no thread to write with"):
+        flush_rank(tier, job_of([8 * MIB]), arena_of(8 * MIB), Word(MIB).staged_word(), threading.Event())
+    assert tier.count("abort") == 1 and not [path for path in disk.tree() if path.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("when", ["before staging", "while staging", "when staged", "before"])

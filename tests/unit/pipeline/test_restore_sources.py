@@ -170,6 +170,25 @@ def test_storage_that_stalls_is_given_up_and_never_writes_later() -> None:
     assert (view == -2.0).all()
 
 
+def test_an_agent_that_does_not_answer_is_given_up_like_storage() -> None:
+    asked = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError):
+        read_all(one_leaf(), memory=lambda rank: asked.wait(20.0) and None, stall_s=0.2)
+    assert time.monotonic() - begun < 5.0
+    asked.set()
+
+
+def test_memory_that_takes_no_bytes_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(restore, "_apply", lambda *_: go_on.wait(20.0))
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        read_all(one_leaf(), stall_s=0.2)
+    assert time.monotonic() - begun < 5.0 and "may still write" in "".join(caught.value.__notes__)
+    go_on.set()
+
+
 def test_after_ctrl_c_nothing_is_written_any_more() -> None:
     made = one_leaf(2000)
     tier = FakeTier(made.tier)

@@ -147,3 +147,17 @@ def test_groups_are_merged_by_parameter() -> None:
     clash = {"groups": [{"params": ["a"], "values": {"lr": 2.0}}]}
     with pytest.raises(StateMismatchError, match=r"^o: .*\ba\b.*lr"):
         pick("groups", {0: one, 1: clash})
+
+
+def test_ranks_that_join_a_single_one_draw_other_numbers() -> None:
+    """One saved rank tells nothing about whether ranks are to be alike; masks of dropout must not be."""
+    seed_all(3)
+    checkpoint = MemoryCheckpoint([collect({}, rank=0, world_size=1)])
+    alone = draw()
+    drawn = []
+    for rank in range(3):
+        seed_all(50)
+        checkpoint.restore({}, rank=rank, world_size=3)
+        drawn.append(draw())
+    assert drawn[0] == alone
+    assert len({str(values) for values in drawn}) == 3

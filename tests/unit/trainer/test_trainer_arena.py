@@ -158,6 +158,26 @@ def test_an_arena_is_unmapped_by_the_save_that_uses_another(bench: Bench) -> Non
     assert bench.run.arenas == {}
 
 
+def test_an_arena_is_unmapped_before_a_larger_one_is_asked_for(bench: Bench) -> None:
+    first = bench.map(1)
+    bench.save(first)
+    bench.writer.make_room(SIZE, saving=True)
+    assert bench.run.arenas == {1: first}, "it is large enough"
+    bench.writer.make_room(2 * SIZE)
+    assert not bench.run.arenas and not bench.run.retired
+    with pytest.raises(ValueError):
+        bytes(first.view[:1])
+    ring = bench.map(2)
+    bench.writer.make_room(2 * SIZE)
+    assert bench.run.arenas == {2: ring}, "asked for in vain: the budget holds no more"
+    with bench.writer.saving():
+        bench.writer.make_room(3 * SIZE)
+        assert bench.run.arenas == {2: ring}, "somebody else's save"
+        bench.writer.make_room(3 * SIZE, saving=True)
+        assert not bench.run.arenas
+    bench.writer.close()
+
+
 def test_preparing_beside_a_save_unmaps_nothing_that_is_copied_into(bench: Bench, slow: threading.Event) -> None:
     first = bench.map(1)
     _handle, ticket = bench.save(first, overlap=True)
