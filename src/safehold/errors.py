@@ -207,11 +207,11 @@ def from_os_error(exc: OSError, doing: str, *, tier: str | None = None, path: st
     text = f"{doing} failed: {exc.strerror or exc} [{name}]"
     where = path if path is not None else (str(exc.filename) if exc.filename else None)
     if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        hint = "free space or raise the quota; older checkpoints are untouched"
+        hint = "free space or raise the quota; 'safehold gc RUN --grace-s 0' takes what was un-committed; checkpoints are untouched"
         return StorageFullError(text, tier=tier, path=where, hint=hint)
     if exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return StorageReadOnlyError(text, tier=tier, path=where, hint="check the mount and the permissions of the path")
-    hint = "check the storage; the save can be repeated"
+    hint = "check the storage, then try again"
     if exc.errno in (errno.ENOENT, errno.ESTALE):
         hint = "is the run directory still where it was? it may have been moved or deleted"
     return StorageError(text, tier=tier, path=where, hint=hint)

@@ -148,6 +148,10 @@ def _from_environment(sources: Sources, hints: dict[str, Any], env: Mapping[str,
 
 
 def _unknown(name: str, sources: Sources, place: str) -> ConfigurationError:
+    if name == "config":
+        return ConfigurationError(
+            "'config' is no setting", hint="give the settings themselves as keywords, such as on_failure='warn'"
+        )
     close = difflib.get_close_matches(name, sources, 1, cutoff=0.6)
     hint = f"did you mean {close[0]}?" if close else "'safehold config show' lists all settings"
     return ConfigurationError(f"{name!r} in {place} is no setting", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -128,12 +129,19 @@ def unpin(run: str, steps: tuple[int, ...], as_json: bool) -> None:
         click.echo(f"unpinned {', '.join(map(str, steps))}")
 
 
+def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds", context, parameter)
+    return value
+
+
 @click.command()
 @run_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option(
     "--grace-s",
-    type=click.FloatRange(0.0),
+    type=click.FloatRange(0.0, 1e9),
+    callback=_finite,
     default=30.0,
     show_default=True,
     help="Leave alone what was un-committed less than so many seconds ago.",

@@ -363,7 +363,7 @@ class FlashTier:
 
     def probe(self) -> ProbeReport:
         """See `Tier`."""
-        with self._translated("probing", ""):
+        with self._translated("writing to the run directory", ""):
             self._make_directories("")
             directory = _temporary_name()
             self.disk.mkdir(directory)

@@ -134,3 +134,9 @@ def test_config_show(safehold, tmp_path, monkeypatch):
     (tmp_path / "safehold.toml").write_text("flush_treads = 4\n")
     done = safehold("config", "show")
     assert done.code == 2 and "did you mean flush_threads?" in done.err
+
+
+def test_a_whole_config_among_the_settings_is_refused_with_the_way_it_goes():
+    with pytest.raises(ConfigurationError, match="'config' is no setting") as caught:
+        config_source.load(Config, arguments={"config": Config()})
+    assert "keywords" in (caught.value.hint or "")

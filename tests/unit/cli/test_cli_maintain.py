@@ -168,6 +168,11 @@ def test_gc_spares_a_running_job(run: RunDir, safehold):
     assert steps(run) == [20]
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_gc_refuses_a_grace_time_that_is_none(run: RunDir, safehold, seconds: str):
+    assert safehold("gc", run.root, "--grace-s", seconds).code == 2
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_gc_finds_an_agent_in_another_slot_or_runtime_directory(
     run: RunDir, safehold, tmp_path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
