@@ -21,6 +21,8 @@ from safehold.state.leaves import Leaves, TensorLeaf
 from safehold.types import Inventory, Rect, TensorSpec
 
 COMPARE_ALIGN = 64
+SAMPLE_BYTES = compare.MAX_SAMPLES * compare.MAX_SAMPLE_BYTES
+SAMPLE_PADDING_BYTES = compare.MAX_SAMPLES * COMPARE_ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,11 @@ class Planner:
                 )
                 end += -(-nbytes // COMPARE_ALIGN) * COMPARE_ALIGN
             ranges.append((key, offset, nbytes))
+        # A sample is of other rectangles than the whole: an arena that had room for all of these has room for any sample.
+        end = max(
+            end, layout.pack_bytes + min(sum(nbytes for _, _, nbytes in ranges), SAMPLE_BYTES) + SAMPLE_PADDING_BYTES
+        )
+        end = end if ranges else layout.pack_bytes
         size, made_for = -(-end // 4096) * 4096, (layout.digest, self.settlement)
         return Comparison(ranges=ranges, items=items, arena_bytes=size, made_for=made_for)
 

@@ -217,3 +217,18 @@ def test_a_view_of_what_is_not_held_is_refused() -> None:
     leaf = leaf_of("a", np.arange(6.0).reshape(2, 3), [Rect((0, 0), (1, 3))])
     with pytest.raises(ValueError, match=r"a: .* is not held here"):
         view_of(leaf, Rect((0, 0), (2, 3)))
+
+
+def test_a_sample_needs_no_larger_arena_than_the_whole_did() -> None:
+    """What this rank writes lies in its packs whole; a sample cuts it elsewhere, and stages it once more."""
+    leaves = Leaves(
+        tensors=[leaf_of("a", np.zeros((8, 8, 8))), leaf_of("b", np.zeros(7, np.int8)), leaf_of("c", np.zeros((3, 5)))]
+    )
+    for rank in range(2):
+        planner = Planner(rank, 2, pack_size_bytes=1 << 40, split_bytes=64)
+        said = planner.undeclared(planner.layout(leaves))
+        planner.settlement = settlement.settle({0: said, 1: said})
+        layout = planner.layout(leaves)
+        first = planner.comparison(layout, leaves, 0)
+        planner.compared(first)
+        assert all(planner.comparison(layout, leaves, step).arena_bytes <= first.arena_bytes for step in range(50))
