@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from safehold.host import disk_calls
+from safehold.host.memfd import HUGE_BYTES
 
 PAGE_BYTES = 4096
-HUGE_BYTES = 2 << 20
 BOUNCE_BYTES = 2 << 20
 
 # File systems that live in memory: direct I/O has no meaning there (magic numbers of linux/magic.h).

@@ -136,7 +136,6 @@ def spawn(
     fds: Sequence[int] = (),
     env: Mapping[str, str] | None = None,
     log: int | None = None,
-    nice: int = 0,
     detach: bool = False,
     timeout_s: float = 30.0,
 ) -> Process:
@@ -149,7 +148,6 @@ def spawn(
         fds: Descriptors that it inherits, under the same numbers; all others are closed in it.
         env: Its environment; None: the one of this process, whole.
         log: Descriptor for its standard output and error; None: `/dev/null`.
-        nice: Niceness to add.
         detach: Start it as nobody's child, so that a launcher that kills the tree below a trainer does not find it.
             Its exit code will not be known. Costs about 15 ms.
         timeout_s: Limit for starting.
@@ -167,11 +165,6 @@ def spawn(
         process = Process(pid, child=not detach)
     except (OSError, subprocess.SubprocessError, ValueError) as exc:
         raise AgentUnavailableError(f"starting {module} failed: {exc}") from exc
-    if nice:
-        try:
-            os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + nice)
-        except OSError:
-            pass  # it ended, or may not be touched; both show elsewhere
     return process
 
 

@@ -85,16 +85,6 @@ def test_modules_of_the_working_directory_do_not_shadow(tmp_path, monkeypatch):
     running.close()
 
 
-def test_nice(probe):
-    seen, running = probe("wait", nice=0)
-    assert seen["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
-    running.terminate(grace_s=5)
-    running = spawn("timeit", ["-n", "1", "import time; time.sleep(60)"], nice=3)
-    assert os.getpriority(os.PRIO_PROCESS, running.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 3
-    assert running.terminate(grace_s=5)
-    running.close()
-
-
 @pytest.mark.parametrize("detach", [False, True])
 def test_ending_a_process(probe, detach):
     _, running = probe("wait", detach=detach)
