@@ -66,7 +66,7 @@ class Config:
     flush_rate_bytes_s: int = 0
     flush_busy_share: float = 0.05
     flush_nice: int = 19
-    restore_threads: int = 2
+    restore_threads: int = 3
     delete_grace_s: float = 30.0
     split_bytes: int = 4 << 20
     runtime_dir: str = ""

@@ -25,6 +25,8 @@ from safehold.host.sockets import Channel, ChannelClosed
 
 SEND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
+ANSWER_SLACK_S = 5.0
+"""How long after its own deadline a flush has to answer."""
 INLINE_BYTES = 1 << 20
 """What is longer travels in shared memory: messages have a limit, what a user keeps in objects has none."""
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from safehold.agent.flusher_client import Flusher
+from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
 from safehold.agent.parts import PartStore
 from safehold.clock import Clock
 from safehold.config import Config
@@ -77,7 +77,8 @@ class Lead:
         deadlines = protocol.Deadlines(
             begin_s=config.begin_timeout_s,
             stage_s=config.stage_timeout_s,
-            flush_s=config.flush_timeout_s,
+            # A node gives its share up by itself, and knows why: it gets to say so first.
+            flush_s=config.flush_timeout_s + 2 * ANSWER_SLACK_S,
             plan_s=config.flush_timeout_s,
             publish_s=config.flush_timeout_s,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safehold.agent.arenas import Arena, ArenaPool
-from safehold.agent.flusher_client import Flusher
+from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
 from safehold.agent.known import Known
 from safehold.agent.messages import Begin, Granted, PartWanted, Skipped, Staged
 from safehold.agent.node_save import NodeSave, Peer, RankSave
@@ -23,7 +23,6 @@ from safehold.policy import commit as protocol
 from safehold.policy.compare import disagreements, mismatch
 from safehold.types import CommitId
 
-ANSWER_SLACK_S = 5.0
 COMPARE_AREA_BYTES = 4 << 20
 CLOSED_KEPT = 64
 MAX_BYTES = 1 << 47

@@ -1,9 +1,10 @@
 """Streams one rank's arena into its packs on a tier, while the rank still stages.
 
-Invariants: a byte is read from the arena only below the staged word; its checksum is taken from the same memory that is written,
-before the write, and what does not begin as a pack does is never written. Space is allocated before the first copy, so a full disk is
-found before anything is written. What is told to be written never goes back. When `flush_rank` returns, the packs' data is durable;
-directory entries and the commit are not its business.
+Invariants: a byte is read from the arena only below the staged word; its checksum is taken from the same memory that is written, and
+what does not begin as a pack does is never written. While a rank waits for its staging nothing but writes is done, for a core that
+checksums is one that does not copy; checksums follow once it trains again, and before the flush ends. Space is allocated before the
+first copy, so a full disk is found before anything is written. What is told to be written never goes back. When `flush_rank`
+returns, the packs' data is durable; directory entries and the commit are not its business.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -130,6 +132,11 @@ class _Progress:
     def beside_training(self) -> bool:
         return self._job.beside_training or self._staged >= self._job.staged_total
 
+    @property
+    def writes_only(self) -> bool:
+        """Whether a rank waits for its staging, and what is written now will lie in the arena until the end."""
+        return not self.beside_training and not self._job.ring_bytes
+
     def watch(self, deadline: float) -> None:
         """Follow the staged word until all is staged or somebody failed; runs in the flush's own thread."""
         while True:
@@ -234,7 +241,7 @@ def flush_rank(
     deadline = started + job.deadline_s
     directory = paths.checkpoint_dir(job.commit)
     names = [paths.pack(job.node, job.rank, part) for part in range(len(job.packs))]
-    crcs = [np.zeros(-(-size // crc.BLOCK_BYTES), dtype=np.uint32) for _, size in job.packs]
+    sums = _Checksums(job, arena)
     writers: list[PackWriter] = []
     finished = stuck = False
     try:
@@ -242,7 +249,7 @@ def flush_rank(
             writers.append(_create(tier, f"{directory}/{name}", size, make_room))
         allocated = time.monotonic()
         progress = _Progress(job, word, cancelled, flushed)
-        _write_all(job, arena, writers, crcs, progress, deadline, _paced(job, progress, cancelled, pacer))
+        _write_all(job, arena, writers, sums, progress, deadline, _paced(job, progress, cancelled, pacer))
         written = time.monotonic()
         for writer in writers:
             writer.finish()
@@ -256,12 +263,38 @@ def flush_rank(
                 writer.abort()
     synced = time.monotonic()
     return FlushResult(
-        packs=_records(job, names, crcs),
+        packs=_records(job, names, sums.of_packs),
         compare={key: crc.crc(arena[start : start + n]) for key, start, n in job.compare},
         allocate_s=allocated - started,
         write_s=written - allocated,
         sync_s=synced - written,
     )
+
+
+class _Checksums:
+    """The CRC32 of the blocks of each pack: taken at once, or noted and taken later; used by all writing threads."""
+
+    def __init__(self, job: FlushJob, arena: memoryview) -> None:
+        self._job, self._arena = job, arena
+        self._left: deque[_Block] = deque()
+        self.of_packs = [np.zeros(crc.num_blocks(size), dtype=np.uint32) for _, size in job.packs]
+
+    def take(self, block: _Block, data: memoryview) -> None:
+        first = block.offset // crc.BLOCK_BYTES
+        found = crc.crc_blocks(data)
+        self.of_packs[block.pack][first : first + len(found)] = found
+
+    def leave(self, block: _Block) -> None:
+        self._left.append(block)
+
+    def take_left(self) -> bool:
+        """Take those of one block that was left; False if there is none."""
+        try:
+            block = self._left.popleft()
+        except IndexError:
+            return False
+        self.take(block, _slice(self._job, self._arena, block))
+        return True
 
 
 class _StuckError(Exception):
@@ -304,30 +337,42 @@ def _write_all(
     job: FlushJob,
     arena: memoryview,
     writers: Sequence[PackWriter],
-    crcs: Sequence[np.ndarray],
+    sums: _Checksums,
     progress: _Progress,
     deadline: float,
     paced: Callable[[], AbstractContextManager[None]],
 ) -> None:
     def write(block: _Block) -> None:
         with paced():
-            data = _slice(job, arena, job.packs[block.pack][0] + block.offset, block.nbytes)
+            data = _slice(job, arena, block)
             if not block.offset:
                 _check_head(job, block.pack, data)
-            first = block.offset // crc.BLOCK_BYTES
-            found = crc.crc_blocks(data)
-            crcs[block.pack][first : first + len(found)] = found
+            if progress.writes_only:
+                sums.leave(block)
+            else:
+                sums.take(block, data)
             writers[block.pack].write_at(block.offset, data)
         progress.done(block)
+
+    def take_left() -> bool:
+        with paced():
+            return sums.take_left()
 
     def work() -> None:
         try:
             while (block := progress.take()) is not None:
                 write(block)
-                if time.monotonic() > deadline:
-                    raise DeadlineError("the flush did not end in time", step=job.commit.step, rank=job.rank)
+                if not progress.writes_only:
+                    take_left()  # one for one, so that they are done when the last block is written
+                check_time()
+            while progress.failure is None and take_left():
+                check_time()
         except BaseException as exc:
             progress.fail(exc)
+
+    def check_time() -> None:
+        if time.monotonic() > deadline:
+            raise DeadlineError("the flush did not end in time", step=job.commit.step, rank=job.rank)
 
     threads: list[threading.Thread] = []
     try:
@@ -383,8 +428,9 @@ def _paced(
     return lambda: turn(pacer) if pacer is not None and progress.beside_training else nullcontext()
 
 
-def _slice(job: FlushJob, arena: memoryview, start: int, nbytes: int) -> memoryview:
-    """Return arena bytes; where a ring's end cuts them, in memory of their own (page-aligned, as direct writes like it)."""
+def _slice(job: FlushJob, arena: memoryview, block: _Block) -> memoryview:
+    """Return a block's bytes in the arena; where a ring's end cuts them, in memory of their own (aligned for direct writes)."""
+    start, nbytes = job.packs[block.pack][0] + block.offset, block.nbytes
     if not job.ring_bytes:
         return arena[start : start + nbytes]
     start %= job.ring_bytes

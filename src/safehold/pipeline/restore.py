@@ -37,7 +37,7 @@ from safehold.state.leaves import Destination
 from safehold.tiers.base import PackReader, Tier
 from safehold.types import Rect
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 MEMORY_CHUNK_BYTES = 1 << 20
 GAP_BYTES = 1 << 20
 

@@ -189,7 +189,7 @@ def test_a_part_that_is_garbage_fails_the_plan(node: Node) -> None:
     [
         ([0], [], 10.0, "rank 1 had not begun"),
         ([0, 1], [0], 20.0, "rank 1 had not staged"),
-        ([0, 1], [0, 1], 50.0, "host"),
+        ([0, 1], [0, 1], 60.0, "host"),  # its own time, and that of its answer
     ],
 )
 def test_whoever_is_late_is_named(node: Node, ranks_begun, ranks_staged, wait_s: float, words: str) -> None:

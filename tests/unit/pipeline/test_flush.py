@@ -151,6 +151,36 @@ def test_nothing_is_read_before_it_is_staged(tier: FakeTier) -> None:
     assert seen[-1] == size and sorted(seen) == seen
 
 
+@pytest.mark.parametrize(("ring", "beside"), [(False, False), (False, True), (True, False)], ids=str)
+def test_while_a_rank_waits_for_staging_nothing_is_checksummed(
+    tier: FakeTier, monkeypatch: pytest.MonkeyPatch, ring: bool, beside: bool
+) -> None:
+    """Else a core that copies would be kept from it; what a ring holds, or is staged beside training, cannot or need not wait."""
+    size = 8 * MIB
+    arena, word, summed = arena_of(size), Word(6 * MIB), []
+    crc_blocks = crc.crc_blocks
+
+    def counted(data: memoryview) -> Any:
+        summed.append(len(data))
+        return crc_blocks(data)
+
+    monkeypatch.setattr(crc, "crc_blocks", counted)
+    job = job_of([4 * MIB, 4 * MIB], block_bytes=MIB, ring_bytes=size if ring else 0, beside_training=beside)
+    thread, results = start(tier, job, arena, word.staged_word(), threading.Event())
+    deadline = time.monotonic() + 10
+    while sum(op.nbytes for op in tier.log if op.kind == "write_at") < 6 * MIB and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert sum(summed) == (6 * MIB if ring or beside else 0)
+    word.staged = size
+    thread.join(10)
+    monkeypatch.undo()
+    assert isinstance(results[0], FlushResult), results
+    assert sum(summed) == size
+    for part, record in enumerate(results[0].packs):
+        data = arena[4 * MIB * part : 4 * MIB * (part + 1)]
+        assert (crc.decode_crcs(record.block_crcs) == crc.crc_blocks(data)).all() and record.crc32 == crc.crc(data)
+
+
 @pytest.mark.parametrize(
     "head",
     [bytes(9), HEAD[:8] + b"x", (4096).to_bytes(8, "little") + b"{", (1 << 40).to_bytes(8, "little") + b"{"],
@@ -367,15 +397,14 @@ def test_only_beside_training_without_an_idle_core_a_flush_is_paced(
     """While the trainers wait for staging, and while a core is idle, it goes as fast as it can."""
     pacer = Pacer(IdleOrNot(idle), 0.01, cpu_time=iter(range(10_000)).__next__)  # each block takes a second, it says
     pacer._sampled_s -= 1.0
-    word = Word(0 if beside else 4 * MIB - 1)
-    job = job_of([4 * MIB], threads=1, deadline_s=1.0 if slow else 30.0, beside_training=beside)
-    thread, results = start(tier, job, arena_of(4 * MIB), word.staged_word(), threading.Event(), pacer=pacer)
-    word.staged = 3 * MIB + MIB // 2 if not beside else 4 * MIB
+    word = Word(4 * MIB if beside else 3 * MIB + MIB // 2)
+    job = job_of([4 * MIB], threads=1, deadline_s=1.0 if idle < 1 else 30.0, beside_training=beside)
     begun = time.monotonic()
-    if not beside:
-        time.sleep(0.1)
-        word.staged = 4 * MIB
-    thread.join(10)
-    assert isinstance(results[0], FlushResult)
+    thread, results = start(tier, job, arena_of(4 * MIB), word.staged_word(), threading.Event(), pacer=pacer)
+    while sum(op.kind == "write_at" for op in tier.log) < 3 and time.monotonic() < begun + 10:
+        time.sleep(0.002)
     # Paced, the second block would wait 50 s; it waits until half of the time to the deadline is gone.
     assert (time.monotonic() - begun >= 0.35) == slow
+    word.staged = 4 * MIB
+    thread.join(10)
+    assert isinstance(results[0], FlushResult)
