@@ -154,11 +154,14 @@ def main() -> None:
         if save := ckpt.step(step + 1, state):  #: saves when due
             saves.append(save)
             log.say("save", step=step + 1)
+    # Not as the last thing before the end: a thread of gloo that still holds the last collective's tensors when the interpreter ends
+    # aborts the process, and has let go of them once something was waited for.
+    final = digest(model)
     ckpt.close()  #: waits until the last save is durable
 
     for save in saves:
         log.say("durable", step=save.step, figures=save.figures)
-    log.say("end", step=arguments.steps, digest=digest(model))
+    log.say("end", step=arguments.steps, digest=final)
     dist.destroy_process_group()
 
 
