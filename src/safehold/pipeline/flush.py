@@ -124,6 +124,12 @@ class _Progress:
             self._failure = self._failure or exc
             self._changed.notify_all()
 
+    def goes_on(self) -> bool:
+        """Whether nobody failed; a flush that was cancelled fails here."""
+        if self._cancelled.is_set():
+            self.fail(self._abandoned())
+        return self._failure is None
+
     @property
     def failure(self) -> BaseException | None:
         return self._failure
@@ -284,6 +290,10 @@ class _Checksums:
         found = crc.crc_blocks(data)
         self.of_packs[block.pack][first : first + len(found)] = found
 
+    @property
+    def is_left(self) -> bool:
+        return bool(self._left)
+
     def leave(self, block: _Block) -> None:
         self._left.append(block)
 
@@ -355,6 +365,8 @@ def _write_all(
         progress.done(block)
 
     def take_left() -> bool:
+        if not sums.is_left:
+            return False  # and no turn is waited for
         with paced():
             return sums.take_left()
 
@@ -365,7 +377,7 @@ def _write_all(
                 if not progress.writes_only:
                     take_left()  # one for one, so that they are done when the last block is written
                 check_time()
-            while progress.failure is None and take_left():
+            while progress.goes_on() and take_left():
                 check_time()
         except BaseException as exc:
             progress.fail(exc)

@@ -181,6 +181,37 @@ def test_while_a_rank_waits_for_staging_nothing_is_checksummed(
         assert (crc.decode_crcs(record.block_crcs) == crc.crc_blocks(data)).all() and record.crc32 == crc.crc(data)
 
 
+def test_cancelling_ends_checksums_that_were_left(
+    tier: FakeTier, disk: FakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word, cancelled, summed = Word(4 * MIB - 1), threading.Event(), []
+    crc_blocks = crc.crc_blocks
+
+    def counted(data: memoryview) -> Any:
+        summed.append(len(data))
+        cancelled.set()
+        return crc_blocks(data)
+
+    monkeypatch.setattr(crc, "crc_blocks", counted)
+    thread, results = start(tier, job_of([4 * MIB], threads=1), arena_of(4 * MIB), word.staged_word(), cancelled)
+    while tier.count("write_at") < 3:
+        time.sleep(0.002)
+    word.staged = 4 * MIB
+    thread.join(10)
+    assert isinstance(results[0], SkippedError), results
+    assert len(summed) <= 2 and not [path for path in disk.tree() if path.endswith(".safetensors")]
+
+
+def test_no_turn_is_waited_for_where_nothing_was_left(tier: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+    pacer = Pacer(IdleOrNot(2.0), 0.01)
+    wait = pacer.wait
+    monkeypatch.setattr(pacer, "wait", lambda *args: turns.append(wait(*args)) or turns[-1])
+    job = job_of([4 * MIB], beside_training=True)
+    flush_rank(tier, job, arena_of(4 * MIB), Word(4 * MIB).staged_word(), threading.Event(), pacer=pacer)
+    assert len(turns) == 4
+
+
 @pytest.mark.parametrize(
     "head",
     [bytes(9), HEAD[:8] + b"x", (4096).to_bytes(8, "little") + b"{", (1 << 40).to_bytes(8, "little") + b"{"],
