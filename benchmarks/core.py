@@ -30,7 +30,7 @@ from typing import Any
 
 import processes
 from figures import Measurements, candidates_table, figures, figures_table
-from limits import measure
+from limits import measure, measure_packs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -145,6 +145,8 @@ class Bench:
             # third finds neither.
             if self.job("ours.py", "save", number) and self.job("ours.py", "restore", number):
                 processes.stop_all()
+                drop_caches(self.scratch / "run")
+                self.note("packs", variant="save", round=number, read_s=measure_packs(self.scratch / "run"))
                 drop_caches(self.scratch / "run")
                 self.job("ours.py", "restore", number)
         elif name == "interference":

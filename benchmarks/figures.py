@@ -142,7 +142,7 @@ def _disk(measured: Measurements, write_s: float, read_s: float, copy_s: float) 
             )
         )
     for source, limit_s, words, bound, share in (
-        ("flash", read_s, "raw direct read", 0.85, True),
+        ("flash", read_s, "raw direct read of these packs", 0.85, True),
         ("memory", copy_s, "plain copy", 1.5, False),
     ):
         values = measured.values("seconds", kind="restore", variant="restore", source=source)
@@ -217,19 +217,11 @@ def figures(measured: Measurements, *, num_ranks: int) -> list[Figure]:
     if None in limits:
         return [*_interference(measured), *_costs(measured, num_ranks)]
     block_s, write_s, read_s = (float(value or 0) for value in limits)
-    copy_s = measured.median("seconds", kind="copy", variant="save", first=False) or block_s
-    copy_first_s = measured.median("seconds", kind="copy", variant="save", first=True) or copy_s
+    read_s = measured.median("read_s", kind="packs") or read_s  # of the very files that were restored from
+    copy_s = measured.median("seconds", kind="copy", variant="save") or block_s
     copy_beside_restore_s = measured.median("seconds", kind="copy", variant="restore") or copy_s
     return [
         *_pauses(measured, copy_s),
-        Figure(
-            name="the first plain copy into that memory (no figure of ours; for scale)",
-            value=copy_first_s,
-            unit="s",
-            limit=f"plain copy {copy_s:.3f} s",
-            ratio=copy_first_s / copy_s,
-            num_values=len(measured.values("seconds", kind="copy", variant="save", first=True)),
-        ),
         Figure(
             name="the same bytes copied as one block (no figure of ours; for scale)",
             value=block_s,

@@ -107,7 +107,7 @@ class DiskLimit:
         self._paths = [directory / f"limit-{index}.bin" for index in range(num_files)]
         self._file_bytes = -(-total_bytes // num_files // 4096) * 4096
         self.total_bytes = self._file_bytes * num_files
-        self._direct = os.O_DIRECT if self._takes_direct(directory) else 0
+        self._direct = os.O_DIRECT if self.takes_direct(directory) else 0
         source = mmap.mmap(-1, self.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):
             source.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger segments for the device
@@ -122,7 +122,8 @@ class DiskLimit:
         return bool(self._direct)
 
     @staticmethod
-    def _takes_direct(directory: Path) -> bool:
+    def takes_direct(directory: Path) -> bool:
+        """Whether the file system of a directory takes direct I/O."""
         path = directory / "direct-probe.bin"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -135,10 +136,6 @@ class DiskLimit:
         finally:
             path.unlink(missing_ok=True)
 
-    def _blocks(self, fds: list[int]) -> list[tuple[int, int, int]]:
-        size = self._file_bytes
-        return [(fd, at, min(BLOCK_BYTES, size - at)) for fd in fds for at in range(0, size, BLOCK_BYTES)]
-
     def write(self, threads: int) -> float:
         """Write fresh files; return the seconds until the bytes are on the disk."""
         for path in self._paths:
@@ -149,7 +146,7 @@ class DiskLimit:
             for fd in fds:
                 with suppress(OSError):
                     os.posix_fallocate(fd, 0, self._file_bytes)
-            blocks = self._blocks(fds)
+            blocks = _blocks(fds, [self._file_bytes] * len(fds))
 
             def work(index: int) -> None:
                 for fd, at, size in _share(blocks, index, threads):
@@ -167,33 +164,54 @@ class DiskLimit:
 
     def read(self, threads: int) -> float:
         """Read the files that `write` left, past the page cache; return the seconds."""
-        fds = [os.open(path, os.O_RDONLY | self._direct) for path in self._paths]
-        try:
-            if not self._direct:
-                for fd in fds:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            blocks = self._blocks(fds)
-            buffers = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(threads)]
-            for buffer in buffers:
-                with suppress(OSError):
-                    buffer.madvise(mmap.MADV_HUGEPAGE)
-                buffer[:] = b"\1" * BLOCK_BYTES
-
-            def work(index: int) -> None:
-                view = memoryview(buffers[index])
-                for fd, at, size in _share(blocks, index, threads):
-                    if os.preadv(fd, [view[:size]], at) != size:
-                        raise OSError("short read")
-
-            return _in_threads(threads, work)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        return read_files(self._paths, threads, direct=self.is_direct)
 
     def remove(self) -> None:
         """Delete the files."""
         for path in self._paths:
             path.unlink(missing_ok=True)
+
+
+def _blocks(fds: list[int], sizes: list[int]) -> list[tuple[int, int, int]]:
+    return [
+        (fd, at, min(BLOCK_BYTES, size - at))
+        for fd, size in zip(fds, sizes, strict=True)
+        for at in range(0, size, BLOCK_BYTES)
+    ]
+
+
+def read_files(paths: list[Path], threads: int, *, direct: bool) -> float:
+    """Read whole files, past the page cache; return the seconds. Where a file lies can count more than how it is read."""
+    fds = [os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in paths]
+    try:
+        if not direct:
+            for fd in fds:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        blocks = _blocks(fds, [path.stat().st_size for path in paths])
+        buffers = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(threads)]
+        for buffer in buffers:
+            with suppress(OSError):
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+            buffer[:] = b"\1" * BLOCK_BYTES
+
+        def work(index: int) -> None:
+            view = memoryview(buffers[index])
+            for fd, at, size in _share(blocks, index, threads):
+                if os.preadv(fd, [view[:size]], at) != size:
+                    raise OSError("short read")
+
+        return _in_threads(threads, work)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def measure_packs(run: Path) -> float:
+    """Return the seconds that reading the packs of the newest checkpoint takes at best: a restore reads these very bytes."""
+    newest = max(run.glob("checkpoints/*/*/manifest.json")).parent
+    paths = sorted(newest.glob("*.safetensors"))
+    direct = DiskLimit.takes_direct(newest)
+    return min(read_files(paths, threads, direct=direct) for threads in THREADS)
 
 
 def measure_disk(directory: Path, total_bytes: int, *, num_files: int, rounds: int) -> dict[str, Any]:

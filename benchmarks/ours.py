@@ -25,7 +25,7 @@ from typing import Any
 import processes
 import torch
 import torch.distributed as dist
-from subject import Report, Size, Subject, Training, build, compared, slowest, start, total
+from subject import IDLE_S, Report, Size, Subject, Training, build, compared, slowest, start, total
 
 import safehold
 
@@ -88,14 +88,17 @@ class Job:
 class PlainCopy:
     """Copies the same tensors, one by one, into populated memory of the same process: what a pause stands beside.
 
-    The first copy into memory that was only populated is slower than those that follow, as the first save is, and is told apart.
+    What it copies into has been idle as long as the arena has (see `Subject.rest`), about; a copy right after another is faster.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tensors = list(job.subject.local_tensors())
         self._targets = [torch.empty_like(tensor).fill_(0) for tensor in self._tensors]
-        self._first = True
+
+    def rest(self) -> None:
+        """See `Subject.rest`."""
+        self._job.subject.rest(*self._targets)
 
     def measure(self) -> None:
         """Copy on all ranks at once, as a save does."""
@@ -103,18 +106,25 @@ class PlainCopy:
         begun = time.perf_counter()
         for target, tensor in zip(self._targets, self._tensors, strict=True):
             target.copy_(tensor)
-        self._job.report.say("copy", first=self._first, seconds=slowest(time.perf_counter() - begun)[0])
-        self._first = False
+        self._job.report.say("copy", seconds=slowest(time.perf_counter() - begun)[0])
+
+    def measure_restored(self, source_idle_s: float) -> None:
+        """Copy as a restore does: from memory that nobody has touched for so long, into memory that was just made."""
+        time.sleep(source_idle_s)
+        for target in self._targets:
+            target.sum()
+        time.sleep(IDLE_S)
+        self.measure()
 
 
 def save(arguments: argparse.Namespace) -> None:
     """See the head of this file."""
     job = Job(arguments, random=True)
-    job.prepare()
     copy = PlainCopy(job)
+    job.prepare()
     cpu_s, moved = agent_cpu_s(), 0
     for number in range(job.saves):
-        time.sleep(0.5)
+        copy.rest()
         copy.measure()
         handle, called, window = job.save(number + 1)
         moved += job.bytes
@@ -145,16 +155,16 @@ def save(arguments: argparse.Namespace) -> None:
 def restore(arguments: argparse.Namespace) -> None:
     """See the head of this file."""
     job = Job(arguments, random=False)
-    wanted = int((job.run.parent / f"checksum-{job.rank}").read_text())
+    saved = job.run.parent / f"checksum-{job.rank}"
+    wanted, idle_s = int(saved.read_text()), time.time() - saved.stat().st_mtime
     dist.barrier()
     begun = time.perf_counter()
     step = job.ckpt.restore(job.state)
     seconds = slowest(time.perf_counter() - begun)[0]
     equal = slowest(float(job.subject.checksum() != wanted))[0] == 0
     job.report.say("restore", source=job.ckpt.last_restore.source, seconds=seconds, equal=equal, step=step)
-    copy = PlainCopy(job)
-    for _ in range(3):
-        copy.measure()
+    if job.ckpt.last_restore.source == "memory":
+        PlainCopy(job).measure_restored(idle_s)
     dist.barrier()
     os._exit(0)
 
@@ -176,6 +186,7 @@ def overlap(arguments: argparse.Namespace) -> None:
 
     plain = [training_step() for _ in range(2)]
     for number in range(job.saves):
+        job.subject.rest()
         dist.barrier()
         begun = time.perf_counter()
         handle = job.ckpt.save(number + 1, job.state)

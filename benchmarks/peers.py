@@ -172,7 +172,7 @@ def work(arguments: argparse.Namespace) -> None:
         if rank == 0 and number:
             shutil.rmtree(path, ignore_errors=True)
         path = arguments.dir / f"{arguments.variant}-{number}"
-        time.sleep(0.5)
+        subject.rest()
         figures = timed_save(peer, state, path, train)
         num_files = sum(1 for entry in path.rglob("*") if entry.is_file())
         report.say("save", first=number == 0, num_files=num_files, **figures)

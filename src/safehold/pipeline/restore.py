@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,71 +31,16 @@ from safehold.errors import (
 from safehold.format import crc, dtypes, names, paths
 from safehold.format.records import PackRecord
 from safehold.pipeline.catalog import Checkpoint
+from safehold.pipeline.sources import FlashSource, MemorySource
 from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
 from safehold.state.fill import Target, host_buffer
 from safehold.state.leaves import Destination
-from safehold.tiers.base import PackReader, Tier
+from safehold.tiers.base import Tier
 from safehold.types import Rect
 
 CHUNK_BYTES = 4 << 20
 MEMORY_CHUNK_BYTES = 1 << 20
 GAP_BYTES = 1 << 20
-
-
-class Source(Protocol):
-    """Where a pack's bytes can be had."""
-
-    name: str
-    verified: bool
-
-    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
-        """Return `size_bytes` bytes from `offset` of the pack, in `buffer` or in memory of the source's own."""
-        ...
-
-
-class MemorySource:
-    """A pack in an arena of this node; `verified` if its agent has compared it with its checksums."""
-
-    name = "memory"
-
-    def __init__(self, view: memoryview, *, verified: bool = False) -> None:
-        self._view = view
-        self.verified = verified
-
-    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
-        """See `Source`; nothing is copied."""
-        found = self._view[offset : offset + size_bytes]
-        if len(found) != size_bytes:
-            raise TornFileError("the arena is shorter than the pack", tier="memory")
-        return found
-
-
-class FlashSource:
-    """A pack on a tier, opened at first use."""
-
-    def __init__(self, tier: Tier, path: str, *, shared: bool) -> None:
-        self.name = tier.name
-        self.verified = False
-        self._tier, self._path, self._shared = tier, path, shared
-        self._reader: PackReader | None = None
-        self._lock = threading.Lock()
-
-    def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
-        """See `Source`."""
-        with self._lock:
-            if self._reader is None:
-                try:
-                    self._reader = self._tier.open_pack(self._path, direct=not self._shared)
-                except FileNotFoundError as exc:
-                    raise TornFileError("the pack is missing", path=self._path, tier=self.name) from exc
-        target = buffer[:size_bytes]
-        self._reader.read_into(offset, target)
-        return target
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._reader is not None:
-            self._reader.close()
 
 
 @dataclass(slots=True)

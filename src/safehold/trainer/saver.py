@@ -444,7 +444,7 @@ class Saver:
     def _lay_out(self, leaves: Leaves) -> SaveLayout:
         """Lay out by the newest settlement; it changes here only, so that a save is of one piece."""
         settlement, self._settlement = self._settlement, None
-        if settlement is not None:
+        if settlement is not None and settlement != self._planner.settlement:  # what says the same changes no layout
             self._planner.settlement = settlement
         return self._planner.layout(leaves)
 
