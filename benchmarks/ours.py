@@ -100,13 +100,15 @@ class PlainCopy:
         """See `Subject.rest`."""
         self._job.subject.rest(*self._targets)
 
-    def measure(self) -> None:
-        """Copy on all ranks at once, as a save does."""
+    def measure(self) -> float:
+        """Copy on all ranks at once, as a save does; returns the seconds of the slowest."""
         dist.barrier()
         begun = time.perf_counter()
         for target, tensor in zip(self._targets, self._tensors, strict=True):
             target.copy_(tensor)
-        self._job.report.say("copy", seconds=slowest(time.perf_counter() - begun)[0])
+        seconds = slowest(time.perf_counter() - begun)[0]
+        self._job.report.say("copy", seconds=seconds)
+        return seconds
 
     def measure_restored(self, source_idle_s: float) -> None:
         """Copy as a restore does: from memory that nobody has touched for so long, into memory that was just made."""
@@ -124,14 +126,18 @@ def save(arguments: argparse.Namespace) -> None:
     job.prepare()
     cpu_s, moved = agent_cpu_s(), 0
     for number in range(job.saves):
-        copy.rest()
-        copy.measure()
+        if number:
+            copy.rest()
+        else:
+            job.subject.rest()  # arena and copies were made right before, both at once
+        copy_s = copy.measure()
         handle, called, window = job.save(number + 1)
         moved += job.bytes
         job.report.say(
             "save",
             first=number == 0,
             pause_s=called,
+            pause_ratio=called / copy_s,
             staged_s=slowest(handle.figures.stage_s)[0],
             told_pause_s=slowest(handle.figures.pause_s)[0],
             window_s=window,

@@ -12,7 +12,9 @@ import torch
 from small_training import steps_in
 
 import safehold
+from safehold.agent import messages as m
 from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, StorageError
+from safehold.policy import settlement
 from safehold.trainer.handles import SaveHandle, wait_all
 
 Make = Callable[..., safehold.Checkpointer]
@@ -116,3 +118,17 @@ def test_all_are_waited_for_within_one_limit() -> None:
     late = wait_all(handles, 0.1)
     assert late is not None and late.step == 0 and time.monotonic() - begun < 2.0
     assert wait_all(handles[2:], 0.0) is None
+
+
+def test_a_settlement_that_says_the_same_changes_no_layout(make: Make) -> None:
+    """It comes between `prepare` and the first save, which would lay out anew while training waits."""
+    with make() as ckpt:
+        saver = ckpt._saver
+        assert saver is not None
+        leaves = saver.collect({"w": torch.zeros(3)})
+        prepared = saver._lay_out(leaves)
+        saver._take_settlement(m.Settled(settlement.to_wire(settlement.Settlement())))
+        assert saver._lay_out(leaves) is prepared
+        spec = leaves.tensors[0].spec
+        saver._take_settlement(m.Settled(settlement.to_wire(settlement.Settlement(((0,),), {spec: 0}))))
+        assert saver._lay_out(leaves) is not prepared
