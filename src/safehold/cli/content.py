@@ -113,6 +113,9 @@ def _write(data: bytes, output: str | None, *, is_text: bool) -> None:
         sys.stdout.buffer.write(data)
         return
     target = Path(output)
+    if not target.parent.is_dir():
+        hint = "make the directory first, or name another file with -o"
+        raise ConfigurationError("there is no directory for the output", path=str(target.parent), hint=hint)
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from safehold.clock import SYSTEM_CLOCK, Clock
-from safehold.errors import StorageError, StorageFullError, TornFileError, from_os_error
+from safehold.errors import ConfigurationError, StorageError, StorageFullError, TornFileError, from_os_error
 from safehold.host import direct_io
 from safehold.host.disk import Disk, DiskFile, NotRegularFileError, components, join, parent_of
 from safehold.host.posix_disk import PosixDisk
@@ -445,6 +445,9 @@ class FlashTier:
             full = self._full(path)
             if isinstance(exc, passes):
                 raise type(exc)(exc.errno, os.strerror(exc.errno or 0), full) from exc
+            if isinstance(exc, NotADirectoryError) and os.path.isfile(self.root):
+                text, hint = "this is a file, not a run directory", "name a directory; it is made where there is none"
+                raise ConfigurationError(text, path=self.root, hint=hint) from exc
             if reading and isinstance(exc, (NotRegularFileError, IsADirectoryError, NotADirectoryError)):
                 raise self._torn(path, f"not what should be there: {exc.strerror}") from exc
             raise from_os_error(exc, doing, tier=self.name, path=full) from exc

@@ -150,6 +150,12 @@ def test_cat_npy_and_safetensors(run: RunDir, safehold, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["b.safetensors", "e.safetensors", "run", "w.npy"]
 
 
+def test_cat_into_a_directory_that_is_not_there(run: RunDir, safehold, tmp_path):
+    run.save(10)
+    done = safehold("cat", run.root, 10, "model.emb.weight", "-o", tmp_path / "none" / "x.npy")
+    assert done.code == 2 and "there is no directory for the output" in done.err and str(tmp_path / "none") in done.err
+
+
 def test_cat_json(run: RunDir, safehold):
     tensors = {
         "f": np.array([1.5, np.inf, np.nan]), "c": np.array([1 + 2j], np.complex64),
@@ -184,7 +190,7 @@ def test_cat_of_a_damaged_leaf_writes_nothing(run: RunDir, safehold, tmp_path):
     done = safehold("cat", run.root, 10, "model.emb.weight", "-o", out)
     assert done.code == 6 and "block 0" in done.err and "verify" in done.err
     assert out.read_text() == "earlier" and sorted(os.listdir(tmp_path)) == ["out.npy", "run"]
-    assert safehold("cat", run.root, 10, "sched", "-o", tmp_path / "no" / "dir").code == 7
+    assert safehold("cat", run.root, 10, "sched", "-o", tmp_path / "no" / "dir").code == 2
 
 
 def test_diff(run: RunDir, safehold):

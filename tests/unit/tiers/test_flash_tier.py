@@ -40,6 +40,20 @@ def on_fake_disk(**options: float) -> tuple[FlashTier, FakeDisk, ManualClock]:
     return FlashTier(disk.root, disk, clock=clock, **options), disk, clock  # type: ignore[arg-type]
 
 
+def test_a_file_in_the_place_of_the_run_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(b"mine")
+    tier = FlashTier(str(tmp_path / "run"))
+    for use in (
+        lambda: tier.put("run.json", b"{}"),
+        lambda: tier.get("run.json", limit_bytes=10),
+        lambda: tier.list("checkpoints"),
+        lambda: tier.make_directory("plans"),
+    ):
+        with pytest.raises(ConfigurationError, match="this is a file, not a run directory"):
+            use()
+    assert (tmp_path / "run").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
 def test_reads_retry_what_is_not_seen_yet(code: int) -> None:
     for read in (
