@@ -263,24 +263,25 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> SaveHandle:
         assert self._saver is not None
-        if not overwrite:
-            in_flight = [handle.step for handle in self._saver.open_handles()]
-            newest = max(in_flight, default=None) if self._newest is None else max([self._newest, *in_flight])
-            check_order(step, newest, path=self.path, rank=self.rank)
-        if self._overlap:
-            self._hook(state)
-        self._prepared = True
-        handle = self._saver.save(
-            step,
-            state,
-            metrics=metric_values(metrics, step),
-            final=final,
-            announced=announced,
-            overwrite=overwrite,
-            overlap=self._overlap,
-        )
-        self._last_saved = step
-        return handle
+        with self._saver.alone:
+            if not overwrite:
+                in_flight = [handle.step for handle in self._saver.open_handles()]
+                newest = max(in_flight, default=None) if self._newest is None else max([self._newest, *in_flight])
+                check_order(step, newest, path=self.path, rank=self.rank)
+            if self._overlap:
+                self._hook(state)
+            self._prepared = True
+            handle = self._saver.save(
+                step,
+                state,
+                metrics=metric_values(metrics, step),
+                final=final,
+                announced=announced,
+                overwrite=overwrite,
+                overlap=self._overlap,
+            )
+            self._last_saved = step
+            return handle
 
     def prepare(self, state: Any, *, wait: bool = True) -> None:
         """Do ahead what the first save would have to: lay out the state, get host memory populated and pinned, settle who holds what.

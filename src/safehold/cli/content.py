@@ -112,7 +112,11 @@ def _write(data: bytes, output: str | None, *, is_text: bool) -> None:
             raise ConfigurationError("bytes are not written to a terminal", hint="use -o FILE, or --format json")
         sys.stdout.buffer.write(data)
         return
-    target = Path(output)
+    target = Path(os.path.realpath(output))  # a link stays one
+    if target.exists() and not target.is_file():
+        with open(output, "wb") as file:  # a pipe or a device: nothing may take its place
+            file.write(data)
+        return
     if not target.parent.is_dir():
         hint = "make the directory first, or name another file with -o"
         raise ConfigurationError("there is no directory for the output", path=str(target.parent), hint=hint)

@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cli.main(prog_name="safehold")
         with cli.make_context("safehold", list(sys.argv[1:] if argv is None else argv), obj=state) as ctx:
             result = cli.invoke(ctx)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as after `>&-`
+            sys.stdout.flush()
     except click.exceptions.Exit as exc:
         return exc.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from safehold.cli.output import clean, print_json, size_text, warn
-from safehold.cli.state import STEP, json_option, run_argument
+from safehold.cli.state import NUMBER, STEP, json_option, run_argument
 
 
 @click.command()
@@ -51,7 +51,7 @@ def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark
 
 @click.command()
 @run_argument
-@click.argument("steps", metavar="STEP...", type=click.IntRange(0), nargs=-1, required=True)
+@click.argument("steps", metavar="STEP...", type=NUMBER, nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Even if no good checkpoint is left.")
 @click.option("--now", is_flag=True, help="Free the space at once; whoever is reading the checkpoint fails.")
 @json_option
@@ -84,7 +84,7 @@ def rm(run: str, steps: tuple[int, ...], force: bool, now: bool, as_json: bool) 
 
 @click.command()
 @run_argument
-@click.argument("steps", metavar="STEP...", type=click.IntRange(0), nargs=-1, required=True)
+@click.argument("steps", metavar="STEP...", type=NUMBER, nargs=-1, required=True)
 @click.option("--note", default="", help="Why, for people.")
 @json_option
 def pin(run: str, steps: tuple[int, ...], note: str, as_json: bool) -> None:
@@ -108,7 +108,7 @@ def pin(run: str, steps: tuple[int, ...], note: str, as_json: bool) -> None:
 
 @click.command()
 @run_argument
-@click.argument("steps", metavar="STEP...", type=click.IntRange(0), nargs=-1, required=True)
+@click.argument("steps", metavar="STEP...", type=NUMBER, nargs=-1, required=True)
 @json_option
 def unpin(run: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Let retention delete checkpoints again."""

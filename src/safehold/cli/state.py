@@ -43,18 +43,22 @@ def run_argument(function: F) -> F:
 
 
 class StepType(click.ParamType):  # type: ignore[type-arg]
-    """A step, or `latest`."""
+    """A step, or `latest` where that is taken."""
 
     name = "step"
+
+    def __init__(self, *, takes_latest: bool = True) -> None:
+        self._takes_latest = takes_latest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the step as an int, or None for `latest`."""
         if value is None or isinstance(value, int):
             return value
-        if value == "latest":
+        if value == "latest" and self._takes_latest:
             return -1
         if not (value.isascii() and value.isdigit() and len(value) < 19):
-            self.fail(f"{value!r} is no step; give a number, or 'latest'", param, ctx)
+            also = ", or 'latest'" if self._takes_latest else ""
+            self.fail(f"{value!r} is no step; give a number{also}", param, ctx)
         return int(value)
 
 
@@ -62,3 +66,5 @@ LATEST = -1
 """What `StepType` makes of `latest`."""
 
 STEP = StepType()
+NUMBER = StepType(takes_latest=False)
+"""For what changes a checkpoint: it has to be named."""

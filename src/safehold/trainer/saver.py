@@ -37,6 +37,7 @@ from safehold.policy.settlement import Settlement
 from safehold.state.collect import BindingCache, collect
 from safehold.state.leaves import Leaves, TensorLeaf
 from safehold.trainer import collector
+from safehold.trainer.alone import Alone
 from safehold.trainer.arena import ArenaWriter
 from safehold.trainer.connection import COME_BACK_PAUSE_S, Reconnector, Run
 from safehold.trainer.failures import Failures, interrupted
@@ -86,6 +87,7 @@ class Saver:
         self._known_parts: set[str] = set()
         self._connection = 0
         self._seq = 0
+        self.alone = Alone()
         self._arena = ArenaWriter(run, config)
         self._preparing = Preparing(run, self._arena, config)
         self._registering = threading.Lock()

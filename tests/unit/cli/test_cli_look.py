@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -154,6 +158,29 @@ def test_cat_into_a_directory_that_is_not_there(run: RunDir, safehold, tmp_path)
     run.save(10)
     done = safehold("cat", run.root, 10, "model.emb.weight", "-o", tmp_path / "none" / "x.npy")
     assert done.code == 2 and "there is no directory for the output" in done.err and str(tmp_path / "none") in done.err
+
+
+def test_cat_takes_the_place_of_nothing_but_a_file(run: RunDir, safehold, tmp_path):
+    run.save(10)
+    link, real, pipe = tmp_path / "link.npy", tmp_path / "real.npy", tmp_path / "pipe"
+    real.write_text("earlier")
+    link.symlink_to(real.name)
+    assert safehold("cat", run.root, 10, "model.emb.weight", "-o", link).code == 0
+    wanted = default_tensors(10)["model.emb.weight"]
+    assert link.is_symlink() and np.array_equal(np.load(real), wanted)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        assert safehold("cat", run.root, 10, "model.emb.weight", "-o", pipe).code == 0
+        assert np.array_equal(np.load(io.BytesIO(read.result(10.0))), wanted)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_without_a_stdout(run: RunDir):
+    run.save(10)
+    command = f"exec {sys.executable} -m safehold ls {run.root} --json >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def test_cat_json(run: RunDir, safehold):

@@ -90,6 +90,15 @@ def test_rm(run: RunDir, safehold):
     assert there(run) == [30]
 
 
+@pytest.mark.parametrize("verb", ["rm", "pin", "unpin"])
+@pytest.mark.parametrize("step", ["1_0", " 10", "latest", "+10", "1e1"])
+def test_what_changes_a_checkpoint_wants_its_number(run: RunDir, safehold, verb: str, step: str):
+    run.save(10)
+    run.save(20)
+    done = safehold(verb, run.root, step)
+    assert done.code == 2 and "is no step; give a number" in done.err and steps(run) == [20, 10]
+
+
 def test_rm_now(run: RunDir, safehold):
     run.save(10, attempt=0)
     run.save(10, attempt=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,40 @@ def test_a_settlement_that_says_the_same_changes_no_layout(make: Make) -> None:
         spec = leaves.tensors[0].spec
         saver._take_settlement(m.Settled(settlement.to_wire(settlement.Settlement(((0,),), {spec: 0}))))
         assert saver._lay_out(leaves) is not prepared
+
+
+class SavesInside:
+    """Its `state_dict` is where a signal arrives, or another thread saves too."""
+
+    def __init__(self, save: Callable[[], Any]) -> None:
+        self.save, self.raised = save, list[Exception]()
+
+    def state_dict(self) -> dict[str, int]:
+        try:
+            self.save()
+        except CheckpointError as exc:
+            self.raised.append(exc)
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_save_in_the_middle_of_another_is_refused_at_once(make: Make, in_thread: bool) -> None:
+    with make() as ckpt:
+
+        def save() -> None:
+            ckpt.save(2, {"w": torch.zeros(3)})
+
+        def save_in_thread() -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(save).result(10.0)
+
+        inside = SavesInside(save_in_thread if in_thread else save)
+        ckpt.save(1, {"w": torch.zeros(3), "inside": inside}).wait()
+        (error,) = inside.raised
+        assert isinstance(error, ConfigurationError) and "in a signal handler set a flag" in str(error)
+        save()
+        ckpt.wait()
+        assert steps_in(ckpt) == [1, 2]
