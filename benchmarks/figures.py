@@ -95,16 +95,15 @@ def _pauses(measured: Measurements, copy_s: float) -> list[Figure]:
         if not values:
             continue
         value = statistics.median(values)
+        # Each beside its own copy: the machine's memory is not equally fast all the time.
+        ratios = measured.values("pause_ratio", kind="save", variant=variant, **wanted)
         rows.append(
             Figure(
                 name=name,
                 value=value,
                 unit="s",
-                limit=f"the plain copy just before; {copy_s:.3f} s of all",
-                # Each beside its own copy: the machine's memory is not equally fast all the time.
-                ratio=statistics.median(
-                    measured.values("pause_ratio", kind="save", variant=variant, **wanted) or [value / copy_s]
-                ),
+                limit=f"the plain copy just before; median {copy_s:.3f} s" if ratios else f"plain copy {copy_s:.3f} s",
+                ratio=statistics.median(ratios or [value / copy_s]),
                 bound=bound,
                 num_values=len(values),
             )

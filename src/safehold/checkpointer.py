@@ -263,7 +263,7 @@ class Checkpointer:
         overwrite: bool = False,
     ) -> SaveHandle:
         assert self._saver is not None
-        with self._saver.alone:
+        with self._saver.alone():
             if not overwrite:
                 in_flight = [handle.step for handle in self._saver.open_handles()]
                 newest = max(in_flight, default=None) if self._newest is None else max([self._newest, *in_flight])

@@ -51,11 +51,11 @@ class StepType(click.ParamType):  # type: ignore[type-arg]
         self._takes_latest = takes_latest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the step as an int, or None for `latest`."""
+        """Return the step as an int, or `LATEST`."""
         if value is None or isinstance(value, int):
             return value
         if value == "latest" and self._takes_latest:
-            return -1
+            return LATEST
         if not (value.isascii() and value.isdigit() and len(value) < 19):
             also = ", or 'latest'" if self._takes_latest else ""
             self.fail(f"{value!r} is no step; give a number{also}", param, ctx)

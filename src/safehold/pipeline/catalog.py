@@ -209,10 +209,7 @@ class Catalog:
         Raises:
             ConfigurationError: This is no run directory.
         """
-        try:
-            self.tier.list("")
-        except TornFileError as exc:
-            raise ConfigurationError("this is no directory", path=self.tier.url) from exc
+        self.tier.list("")
         run = self.run_info()
         if run is not None:
             return run

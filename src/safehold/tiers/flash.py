@@ -445,9 +445,9 @@ class FlashTier:
             full = self._full(path)
             if isinstance(exc, passes):
                 raise type(exc)(exc.errno, os.strerror(exc.errno or 0), full) from exc
-            if isinstance(exc, NotADirectoryError) and os.path.isfile(self.root):
-                text, hint = "this is a file, not a run directory", "name a directory; it is made where there is none"
-                raise ConfigurationError(text, path=self.root, hint=hint) from exc
+            if isinstance(exc, NotADirectoryError) and os.path.exists(self.root) and not os.path.isdir(self.root):
+                hint = "name a directory; it is made where there is none"
+                raise ConfigurationError("this is no directory", path=self.root, hint=hint) from exc
             if reading and isinstance(exc, (NotRegularFileError, IsADirectoryError, NotADirectoryError)):
                 raise self._torn(path, f"not what should be there: {exc.strerror}") from exc
             raise from_os_error(exc, doing, tier=self.name, path=full) from exc

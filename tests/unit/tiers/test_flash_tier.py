@@ -49,7 +49,7 @@ def test_a_file_in_the_place_of_the_run_is_told_as_that(tmp_path: Path) -> None:
         lambda: tier.list("checkpoints"),
         lambda: tier.make_directory("plans"),
     ):
-        with pytest.raises(ConfigurationError, match="this is a file, not a run directory"):
+        with pytest.raises(ConfigurationError, match="this is no directory"):
             use()
     assert (tmp_path / "run").read_bytes() == b"mine"
 

@@ -170,3 +170,14 @@ def test_a_save_in_the_middle_of_another_is_refused_at_once(make: Make, in_threa
         save()
         ckpt.wait()
         assert steps_in(ckpt) == [1, 2]
+
+
+def test_a_save_that_was_interrupted_keeps_no_other_out(make: Make) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with make() as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, {"w": torch.zeros(3), "inside": SavesInside(interrupt)})
+        ckpt.save(2, {"w": torch.zeros(3)}).wait()
+        assert steps_in(ckpt) == [2]
