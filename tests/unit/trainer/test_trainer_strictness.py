@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,9 @@ def test_taking_over_a_running_job_is_said(run, caplog):
     try:
         with caplog.at_level(logging.WARNING, logger="safehold"), safehold.Checkpointer(run):
             assert "took this run over from a job that is still running" in caplog.text
+            deadline = time.monotonic() + 10.0
+            while first._failures._superseded is None and time.monotonic() < deadline:
+                time.sleep(0.005)  # the agent tells it, by a message of its own
     finally:
         with pytest.raises(safehold.CheckpointError, match="owns the run"):
             first.close()
