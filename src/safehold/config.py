@@ -46,6 +46,14 @@ class Config:
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
         runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.
         direct_io: Use direct I/O where the file system takes it.
+        storage_interface: Where agents of several nodes listen and talk to each other: an IP address or host name of each node, or the
+            name of a network interface; empty: the interface that leads to the launcher's host (`MASTER_ADDR`).
+        network_port: The TCP port for that; 0: any that is free. Agents of several runs on one node need different ones.
+        network_cert: PEM file with this node's certificate, for TLS between agents; empty: no TLS.
+        network_key: PEM file with its key; empty: it is in `network_cert`.
+        network_ca: PEM file with the CA whose certificates both sides have to show.
+        network_check_names: Whether certificates have to name the address that they are reached at.
+        peer_timeout_s: Seconds without an answer after which another node is taken to be lost.
     """
 
     overlap_policy: OverlapPolicy = "wait"
@@ -61,7 +69,7 @@ class Config:
     agent_linger_s: float = 300.0
     memory_budget_bytes: int = 0
     pack_size_bytes: int = 64 << 30
-    flush_threads: int = 2
+    flush_threads: int = 3
     flush_block_bytes: int = 8 << 20
     flush_rate_bytes_s: int = 0
     flush_busy_share: float = 0.05
@@ -71,6 +79,13 @@ class Config:
     split_bytes: int = 4 << 20
     runtime_dir: str = ""
     direct_io: bool = True
+    storage_interface: str = ""
+    network_port: int = 0
+    network_cert: str = ""
+    network_key: str = ""
+    network_ca: str = ""
+    network_check_names: bool = True
+    peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the field."""
@@ -90,6 +105,12 @@ class Config:
             raise ConfigurationError("pack_size_bytes must be at least 1 MiB")
         if not 0 <= self.flush_busy_share <= 1:
             raise ConfigurationError("flush_busy_share must be from 0 to 1")
+        if not 0 <= self.network_port <= 65535:
+            raise ConfigurationError("network_port must be a TCP port, or 0 for any that is free")
+        if (self.network_key or self.network_ca) and not self.network_cert:
+            raise ConfigurationError("network_key and network_ca are of no use without network_cert")
+        if self.peer_timeout_s < 1:
+            raise ConfigurationError("peer_timeout_s must be at least 1")
         if not 0 <= self.flush_nice <= 19:
             raise ConfigurationError("flush_nice must be from 0 to 19")
 

@@ -1,6 +1,6 @@
-"""Announces time-based saves to the ranks by a word in shared memory.
+"""Announces time-based saves to the ranks, by a word in shared memory on each node.
 
-Invariants: decisions are `policy.cadence`'s; this reads the ranks' step words and writes the announcement. At most one announcement is
+Invariants: decisions are `policy.cadence`'s; this looks at the ranks' steps and has the announcement told. At most one announcement is
 pending. A rank tells the step of an announced save only once it has begun the save, so one that is seen behind the announced step
 has passed it. Used from the dispatcher thread only.
 """
@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from safehold.clock import Clock
-from safehold.host.control import NodeControl, RankControl
 from safehold.policy.cadence import Announcement, TimeCadence
 
 POLL_S = 0.05
+MARGIN_S = 0.5
+REPORT_S, NODES_PER_REPORT_S = 1.0, 128
+
+
+def report_interval_s(num_nodes: int) -> float:
+    """Return how often a node tells its ranks' steps: so that the lead hears of a few hundred a second at most."""
+    return max(REPORT_S, num_nodes / NODES_PER_REPORT_S)
 
 
 class Announcer:
@@ -22,10 +28,11 @@ class Announcer:
     Args:
         world_size: Ranks of the run.
         every_seconds: Interval between saves; 0: only on request.
-        node_control: Where the announcement is written.
-        controls: The ranks' control words.
+        steps: Returns the last step that each rank is known to have reached.
+        announce: Tells all nodes the step.
         clock: Time.
         drop: Gives up the saves by which some ranks, and not all, have followed an announcement.
+        num_nodes: Nodes of the run; those of others tell their steps now and then, and hear of an announcement a little later.
     """
 
     def __init__(
@@ -33,14 +40,16 @@ class Announcer:
         *,
         world_size: int,
         every_seconds: float,
-        node_control: NodeControl,
-        controls: Mapping[int, RankControl],
+        steps: Callable[[], Mapping[int, int]],
+        announce: Callable[[int], None],
         clock: Clock,
         drop: Callable[[], None],
+        num_nodes: int = 1,
     ) -> None:
-        self._cadence = TimeCadence(world_size=world_size, interval_s=every_seconds or None)
+        margin_s = MARGIN_S if num_nodes == 1 else MARGIN_S + 2 * report_interval_s(num_nodes)
+        self._cadence = TimeCadence(world_size=world_size, interval_s=every_seconds or None, margin_s=margin_s)
         self._active = bool(every_seconds)
-        self._node_control, self._controls, self._clock, self._drop = node_control, controls, clock, drop
+        self._steps_of, self._announce, self._clock, self._drop = steps, announce, clock, drop
         self._since = clock.monotonic()
         self._pending: Announcement | None = None
         self._begun: set[int] = set()
@@ -48,6 +57,11 @@ class Announcer:
         self._next = self._since
         self._seen: tuple[float, int] | None = None
         self._step_s: float | None = None
+
+    def restart(self) -> None:
+        """A new incarnation has begun: nothing is pending."""
+        self._since = self._clock.monotonic()
+        self._clear()
 
     def begun(self, step: int, rank: int) -> None:
         """A rank began to save."""
@@ -77,7 +91,7 @@ class Announcer:
         if not self._active or now < self._next:
             return
         self._next = now + POLL_S
-        steps = {rank: control.step for rank, control in self._controls.items() if control.beat_ns}
+        steps = self._steps_of()
         self._learn(now, steps)
         if self._pending is not None:
             verdict = self._cadence.judge(self._pending, steps, self._begun, now)
@@ -97,7 +111,7 @@ class Announcer:
         if step is not None:
             self._pending = Announcement(step=step, made_s=now, num_dropped=self._num_dropped)
             self._begun = set()
-            self._node_control.announce(step)
+            self._announce(step)
 
     def _clear(self) -> None:
         self._num_dropped = 0

@@ -55,6 +55,7 @@ class AgentClient:
         config: Settings.
         keep: Wire form of the retention rules.
         every_seconds: Interval of time-based saves, 0 for none.
+        listen: Where the agent listens for those of other nodes.
         notify: Takes `Settled`, `Durable`, `SaveFailed`, `Superseded` and `Note`.
         lost: Told once per connection that was welcomed that the agent is gone.
     """
@@ -70,6 +71,7 @@ class AgentClient:
         every_seconds: float,
         notify: Notify,
         lost: Callable[[str], None],
+        listen: str = "",
     ) -> None:
         self._url, self._slot, self.rank, self._config = url, slot, rank, config
         self._keep, self._every_seconds = keep, every_seconds
@@ -82,6 +84,8 @@ class AgentClient:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._world: m.World | None = None
+        self._listen = listen
+        self.address, self.addresses = "", list[str]()
         self.run_id, self.incarnation = "", 0
         self.control: RankControl | None = None
         self.node_control: NodeControl | None = None
@@ -149,13 +153,15 @@ class AgentClient:
             every_seconds=self._every_seconds,
             incarnation=self.incarnation,
             run_id=self.run_id,
+            listen=self._listen if len(world.node_names) > 1 else "",
+            addresses=self.addresses,
         )
         reply, fds = self._exchange(message, timeout_s, "hello")
         if not isinstance(reply, m.Welcome) or len(fds) != 3:
             _close(fds)
             raise AgentUnavailableError("the agent answered with something else", rank=self.rank)
         self.control, self.node_control = RankControl.attach(fds[0], fds[1]), NodeControl.attach(fds[2])
-        self.agent_pid = reply.agent_pid
+        self.agent_pid, self.address = reply.agent_pid, reply.address
 
     def request(self, message: msgspec.Struct, expect: type[R], timeout_s: float, doing: str) -> tuple[R, list[int]]:
         """Ask and wait.

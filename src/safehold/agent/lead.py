@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
-from safehold.agent.parts import PartStore
+from safehold.agent.parts import AllParts
 from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import CheckpointError, DeadlineError, ManifestError, SupersededError
@@ -39,9 +39,9 @@ class Lead:
         incarnation: The incarnation.
         config: The run's settings.
         flusher: For plans and manifests.
-        parts: The ranks' encoded parts.
+        parts: The ranks' encoded parts, from all nodes.
         facts: Metrics and the final flag of a save.
-        on_committed: Told of each commit: (step, attempt).
+        on_committed: Told of each commit: (step, attempt, the one node that is told once more or None).
         on_abandoned: Told of each save given up.
         on_doubtful: Told of each save whose manifest may be visible or not, once nobody works at it any more: (step, attempt).
         on_settled: Told when `settle` has come to its end.
@@ -57,9 +57,9 @@ class Lead:
         run_id: str,
         config: Config,
         flusher: Flusher,
-        parts: PartStore,
+        parts: AllParts,
         facts: Callable[[int, int], tuple[dict[str, float], bool]],
-        on_committed: Callable[[int, int], None],
+        on_committed: Callable[[int, int, int | None], None],
         on_abandoned: Callable[[protocol.Abandon], None],
         on_doubtful: Callable[[int, int], None],
         on_settled: Callable[[], None],
@@ -109,11 +109,13 @@ class Lead:
         self.handle(protocol.Settle(deadline=self._clock.monotonic() + deadline_s, grace_s=grace_s))
 
     def _act(self, action: Any) -> None:
-        if getattr(action, "to_node", None) is not None:
-            if isinstance(action, protocol.Abandon):  # once more, for a node where a rank began the save after it
-                self._on_abandoned(action)
-            return
         match action:
+            case protocol.Abandon() if (
+                action.to_node is not None
+            ):  # once more, for a node where a rank began the save after it
+                self._on_abandoned(action)
+            case protocol.Committed() if action.to_node is not None:
+                self._on_committed(action.step, action.attempt, action.to_node)
             case protocol.BuildPlan():
                 self._build(action)
             case protocol.Publish():
@@ -121,7 +123,7 @@ class Lead:
             case protocol.Committed():
                 self._digests.pop((action.step, action.attempt), None)
                 self._events.emit("commit", "done", step=action.step, attempt=action.attempt)
-                self._on_committed(action.step, action.attempt)
+                self._on_committed(action.step, action.attempt, None)
             case protocol.Abandon():
                 self._digests.pop((action.step, action.attempt), None)
                 self._events.emit("commit", "failed", step=action.step, error=str(action.error))
@@ -144,18 +146,20 @@ class Lead:
 
     def _make_plan(self, step: int, attempt: int, digests: tuple[str, ...], then: Callable[[PlanMade], None]) -> None:
         """Join the ranks' parts and store the plan; `then` hears in the dispatcher that it is durable, or why it is not."""
-        found = [self._parts.get(rank, digest) for rank, digest in enumerate(digests)]
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(found):
-            error = ManifestError("a rank's part never reached the lead", step=step)
-            self._post(lambda: then(protocol.PlanFailed(step=step, attempt=attempt, error=error)))
-            return
 
-        def work() -> None:
-            made, data = self._join(step, attempt, parts)
-            self._post(lambda: self._store(made, data, digests, then))
+        def collected(parts: list[bytes] | None, error: CheckpointError | None) -> None:
+            if parts is None:
+                failed = protocol.PlanFailed(step=step, attempt=attempt, error=error or ManifestError("no parts"))
+                self._post(lambda: then(failed))
+                return
 
-        threading.Thread(target=work, name="plan", daemon=True).start()
+            def work() -> None:
+                made, data = self._join(step, attempt, parts)
+                self._post(lambda: self._store(made, data, digests, then))
+
+            threading.Thread(target=work, name="plan", daemon=True).start()
+
+        self._parts.collect(step, attempt, digests, collected)
 
     def _join(self, step: int, attempt: int, parts: list[bytes]) -> tuple[PlanMade, bytes]:
         """The work of planning; runs in a thread."""

@@ -40,7 +40,12 @@ class World(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First message of a trainer. `incarnation` and `run_id` are set when it returns to a restarted agent."""
+    """First message of a trainer. `incarnation` and `run_id` are set when it returns to a restarted agent.
+
+    Attributes:
+        listen: Where the agent listens for those of other nodes: an address or interface of this host; empty with one node.
+        addresses: Where the agents of all nodes listen, once that is known: an agent in the place of another takes its address.
+    """
 
     id: int
     protocol: int
@@ -53,14 +58,27 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     every_seconds: float = 0.0
     incarnation: int = 0
     run_id: str = ""
+    listen: str = ""
+    addresses: list[str] = []
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Reply to `Hello`. Descriptors: the rank's control words, their wake-up eventfd, the node's control words."""
+    """Reply to `Hello`. Descriptors: the rank's control words, their wake-up eventfd, the node's control words.
+
+    `address`: where the agent listens for those of other nodes; empty with one node.
+    """
 
     id: int
     version: str
     agent_pid: int
+    address: str = ""
+
+
+class Meet(msgspec.Struct, tag="meet", frozen=True):
+    """Where the agents of all nodes listen, by node; replied to with `Done`."""
+
+    id: int
+    addresses: list[str]
 
 
 class OpenRun(msgspec.Struct, tag="open_run", frozen=True):
@@ -351,6 +369,7 @@ class Status(msgspec.Struct, tag="status", frozen=True):
 
 Request = (
     Hello
+    | Meet
     | OpenRun
     | JoinRun
     | Register

@@ -40,6 +40,8 @@ class NodeSaves:
         clock: Time.
         control_of: Descriptors of a rank's control words: (memfd, eventfd).
         tell_lead: Takes the protocol's events.
+        compared: Takes (step, attempt, CRC32 by rank and key) of the ranges that this node's ranks agree about.
+        several_nodes: Whether there are others, who must hear of a save that is skipped here.
         run_id: The run's id.
         node_name: This node's name.
         parts: The ranks' encoded parts; filled here, read by the lead.
@@ -60,6 +62,8 @@ class NodeSaves:
         clock: Clock,
         control_of: Callable[[int], tuple[int, int]],
         tell_lead: Callable[[Any], None],
+        compared: Callable[[int, int, dict[int, dict[str, int]]], None],
+        several_nodes: bool,
         run_id: str,
         node_name: str,
         parts: PartStore,
@@ -68,6 +72,7 @@ class NodeSaves:
         self.node, self.local_ranks, self.incarnation = node, local_ranks, incarnation
         self._config, self._keep, self._pool, self._flusher, self._clock = config, keep, pool, flusher, clock
         self._control_of, self._tell_lead = control_of, tell_lead
+        self._compared, self._several_nodes = compared, several_nodes
         self._run_id, self._node_name = run_id, node_name
         self._saves: dict[tuple[int, int], NodeSave] = {}
         self._held: list[tuple[Peer, Begin]] = []
@@ -238,6 +243,17 @@ class NodeSaves:
         save = self._saves.get((step, attempt))
         return save is not None and not save.closed
 
+    def tell_again(self) -> None:
+        """Tell the lead of the saves that are open here; where it has a verdict, it answers with that."""
+        for save in [entry for entry in self._saves.values() if not entry.closed]:
+            for rank, mine in list(save.ranks.items()):
+                digest = mine.begin.part_digest
+                self._tell_lead(protocol.Begun(step=save.step, attempt=save.attempt, rank=rank, digest=digest))
+
+    def open_saves(self) -> list[tuple[int, int]]:
+        """Return the saves (step, attempt) that have begun here and whose fate is not known."""
+        return [key for key, save in self._saves.items() if not save.closed]
+
     @property
     def num_open(self) -> int:
         """Saves that still hold arenas."""
@@ -270,6 +286,10 @@ class NodeSaves:
         if policy == "skip" and not message.final:
             save.skipped = f"step {active[-1].step} is still being flushed"
             save.closed = True
+            if self._several_nodes:  # which must not wait for this one
+                error = SkippedError(f"skipped: {save.skipped}", step=save.step, node=self._node_name)
+                failed = protocol.NodeFailed(step=save.step, attempt=save.attempt, node=self.node, error=error)
+                self._tell_lead(failed)
         else:
             save.blocked = True
             if policy == "replace":
@@ -383,6 +403,8 @@ class NodeSaves:
         if error is not None:
             self._tell_lead(protocol.NodeFailed(step=save.step, attempt=save.attempt, node=self.node, error=error))
             return
+        if self._several_nodes and any(compared.values()):
+            self._compared(save.step, save.attempt, _agreed(compared))
         self._write_record(save)
 
     def _write_record(self, save: NodeSave) -> None:
@@ -437,6 +459,16 @@ class NodeSaves:
             waiting, blocked.waiting = blocked.waiting, []
             for peer, begin in waiting:
                 self._grant(blocked, peer, begin)
+
+
+def _agreed(compared: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
+    """Keep of each range the checksum of the lowest rank that has it; the others have the same."""
+    found: dict[int, dict[str, int]] = {}
+    seen: set[str] = set()
+    for rank in sorted(compared):
+        found[rank] = {key: crc for key, crc in compared[rank].items() if key not in seen}
+        seen.update(found[rank])
+    return {rank: crcs for rank, crcs in found.items() if crcs}
 
 
 def _given_up(save: NodeSave) -> CheckpointError:

@@ -27,6 +27,8 @@ from safehold.agent.connection import Connection
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
+from safehold.agent.net.seam import Listeners
+from safehold.agent.nodes import MeetingNetwork
 from safehold.agent.session import Session
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.config import Config
@@ -152,8 +154,8 @@ class AgentServer:
         return now >= self._linger_until
 
     def _in_flight(self) -> bool:
-        lead = self._current.lead if self._current is not None else None
-        return (lead is not None and lead.num_open > 0) or (self._flusher is not None and self._flusher.num_open > 0)
+        num_open = self._current.num_open if self._current is not None else 0
+        return num_open > 0 or (self._flusher is not None and self._flusher.num_open > 0)
 
     def _patience(self) -> float:
         now = self._clock.monotonic()
@@ -283,7 +285,8 @@ class AgentServer:
         control, node_control = session.attach(connection, hello)
         connection.rank, connection.session, connection.refused = hello.rank, session, False
         fds = (*control.fds, node_control.block_fd)
-        connection.reply(m.Welcome(hello.id, __version__, os.getpid()), fds)
+        address = session.nodes.address if session.nodes is not None else ""
+        connection.reply(m.Welcome(hello.id, __version__, os.getpid(), address), fds)
         if session.incarnation and session is not self._current:
             self._switch(session)
 
@@ -335,7 +338,15 @@ class AgentServer:
                 self.post, self._config.memory_budget_bytes, released=flusher.forget, nice=self._config.flush_nice
             )
         session = Session(
-            hello, pool=self._pool, flusher=self._flusher, post=self.post, clock=self._clock, events=self._events
+            hello,
+            pool=self._pool,
+            flusher=self._flusher,
+            post=self.post,
+            clock=self._clock,
+            events=self._events,
+            make_network=self._make_network,
+            on_opened=self._opened_elsewhere,
+            settle_old=self._settle_old,
         )
         self._sessions[session.token] = session
         return session
@@ -359,15 +370,35 @@ class AgentServer:
         session.refuse_if_ended(connection.rank)
         if connection.rank != 0:
             raise ConfigurationError("only rank 0 opens a run", rank=connection.rank)
-        old = self._current
 
         def settled() -> None:
             self._create_incarnation(connection, session, message)
 
+        deadline_s = session.config.start_timeout_s * SETTLE_SHARE
+        if session.head is None:
+            raise ConfigurationError("only the agent beside rank 0 opens a run", rank=connection.rank)
+        others = session.head.others
+        self._settle_old(session, lambda: others.after(settled), deadline_s)
+        others.ask(deadline_s)
+
+    def _settle_old(self, session: Session, then: Callable[[], None], deadline_s: float) -> None:
+        """Have the job before finish, or give up, what it has in flight here."""
+        old = self._current
         if old is None or old is session or old.ended_by:
-            settled()
+            then()
         else:
-            old.settle(settled, session.config.start_timeout_s * SETTLE_SHARE)
+            old.settle(then, deadline_s)
+
+    def _opened_elsewhere(self, session: Session, steps: list[int]) -> None:
+        """A lead on another node has opened an incarnation."""
+        self._switch(session)
+        if self._pool is not None:
+            self._pool.drop_idle(set(session.local_ranks), self._pool.ranks_with_content(set(steps)))
+
+    def _make_network(self, hello: m.Hello, listeners: Listeners) -> MeetingNetwork:
+        from safehold.agent.make_network import make_network
+
+        return make_network(hello, listeners, url=self.url, events=self._events)
 
     def _create_incarnation(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
         assert self._flusher is not None and self._pool is not None

@@ -1,4 +1,4 @@
-"""One incarnation on one node: its ranks, their saves and restores, and, beside rank 0, the lead.
+"""One incarnation on one node: its ranks, their saves and restores; beside rank 0 with the head of all nodes, else following it.
 
 Invariants: used from the dispatcher thread only; nothing here waits or touches storage. A session begins with the first `Hello` of a
 token, is open once the lead has its incarnation, and ends when a newer token opens the run, or the agent exits. Trainers of a session
@@ -10,26 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from safehold.agent import messages as m
-from safehold.agent.announcer import Announcer
+from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
+from safehold.agent.follower import Follower
+from safehold.agent.head import Head, dropped, specs_of
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
 from safehold.agent.memory_checks import MemoryChecks
 from safehold.agent.node_save import Peer
+from safehold.agent.nodes import MakeNetwork, Nodes
 from safehold.agent.parts import PartStore
 from safehold.agent.restores import Restores
-from safehold.agent.retention import Retention
 from safehold.agent.saves import NodeSaves
-from safehold.clock import Clock, new_token
+from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import (
     AgentUnavailableError,
     CheckpointError,
     ConfigurationError,
     RankLostError,
-    SkippedError,
     SupersededError,
     from_wire,
 )
@@ -38,10 +41,13 @@ from safehold.format.names import numbered
 from safehold.host import memfd
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
-from safehold.policy import settlement as settlements
 from safehold.types import CommitId, TensorSpec
 
 Post = Callable[[Callable[[], None]], None]
+
+
+def _no_network(*_: Any) -> Any:
+    raise ConfigurationError("this agent has no network", hint="all ranks on one node")
 
 
 class Session:
@@ -52,10 +58,23 @@ class Session:
         pool: The node's arenas.
         flusher: For tier work.
         post: Runs a function in the dispatcher.
+        make_network: Makes the way to other nodes, where there are any.
+        on_opened: Told of an incarnation that a lead elsewhere has opened: (this session, the committed steps).
+        settle_old: Has the job before settle what it has in flight here: (this session, then, seconds).
     """
 
     def __init__(
-        self, hello: m.Hello, *, pool: ArenaPool, flusher: Flusher, post: Post, clock: Clock, events: EventStream
+        self,
+        hello: m.Hello,
+        *,
+        pool: ArenaPool,
+        flusher: Flusher,
+        post: Post,
+        clock: Clock,
+        events: EventStream,
+        make_network: MakeNetwork = _no_network,
+        on_opened: Callable[[Session, list[int]], None] = lambda *_: None,
+        settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then(),
     ) -> None:
         self.world = hello.world
         self.token = hello.world.token
@@ -66,30 +85,97 @@ class Session:
         self.local_ranks = hello.world.ranks_of(self.node)
         self.pool, self.flusher = pool, flusher
         self._post, self._clock, self._events = post, clock, events
+        self._on_opened, self._settle_old = on_opened, settle_old
         self.peers: dict[int, Peer] = {}
         self.controls: dict[int, RankControl] = {}
         self.node_control = NodeControl.create()
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
-        self._rebase_lost = False
         self.disorderly: set[int] = set()
         self._checks = MemoryChecks(pool, flusher, post, timeout_s=self.config.flush_timeout_s)
-        self._retention = Retention(self.keep, flusher=flusher, config=self.config, maintained=self._maintained)
         self._undeclared: dict[int, list[TensorSpec]] = {}
         self._parts = PartStore()
-        self._when_idle: list[Callable[[], None]] = []
-        self._on_settled: list[Callable[[], None]] = []
+        self._joining: list[tuple[Peer, m.JoinRun]] = []
+        self._given_up: list[tuple[int, int]] = []
         self.saves: NodeSaves | None = None
-        self.lead: Lead | None = None
-        self.restores: Restores | None = None
-        self.announcer: Announcer | None = None
+        self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
+        self.head = self._new_head() if self.is_lead else None
+        self._follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
             self._start(self._known(None))
+            self._tell_others_came()
 
     @property
     def is_lead(self) -> bool:
         """Whether rank 0 is on this node."""
         return 0 in self.local_ranks
+
+    @property
+    def lead_node(self) -> int:
+        """The node of rank 0."""
+        return self.world.node_of[0]
+
+    @property
+    def lead(self) -> Lead | None:
+        """The commit protocol, beside rank 0."""
+        return self.head.lead if self.head is not None else None
+
+    @property
+    def restores(self) -> Restores | None:
+        """The restores of all ranks, beside rank 0."""
+        return self.head.restores if self.head is not None else None
+
+    @property
+    def num_open(self) -> int:
+        """Saves without a verdict."""
+        if self.head is not None:
+            return self.head.num_open
+        return self.saves.num_open if self.saves is not None else 0
+
+    def _reach(self, hello: m.Hello, make: MakeNetwork) -> Nodes:
+        watched = range(len(self.world.node_names)) if self.is_lead else [self.lead_node]
+        return Nodes(
+            hello,
+            make=make,
+            watched=[node for node in watched if node != self.node],
+            heard=self._heard,
+            lost=self._node_lost,
+            back=self._node_back,
+            post=self._post,
+            events=self._events,
+        )
+
+    def _new_head(self) -> Head:
+        return Head(
+            self,
+            config=self.config,
+            keep=self.keep,
+            every_seconds=self.every_seconds,
+            flusher=self.flusher,
+            own_parts=self._parts,
+            memory_of=self.pool.holding,
+            send=self._send,
+            post=self._post,
+            clock=self._clock,
+            events=self._events,
+        )
+
+    def _new_follower(self) -> Follower:
+        return Follower(
+            lead_name=self.world.node_names[self.lead_node],
+            send=lambda report: self._send(self.lead_node, report),
+            steps=self.steps,
+            every_seconds=self.every_seconds,
+            num_nodes=len(self.world.node_names),
+            clock=self._clock,
+        )
+
+    @property
+    def _up(self) -> Head | Follower:
+        """The lead's ear: here, or the way to it."""
+        found = self.head or self._follower
+        assert found is not None
+        return found
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -102,10 +188,7 @@ class Session:
         self.peers[hello.rank] = peer
         self.disorderly.discard(hello.rank)
         self._checks.rank_back(hello.rank)
-        if self.lead is not None:
-            self.lead.handle(protocol.RankBack(rank=hello.rank))
-        if self.restores is not None:
-            self.restores.rank_back(hello.rank)
+        self._up.event(protocol.RankBack(rank=hello.rank), self.incarnation)
         control = self.controls.get(hello.rank)
         if control is None:
             control = self.controls[hello.rank] = RankControl.create()
@@ -120,12 +203,11 @@ class Session:
             self.disorderly.add(rank)
         self._events.emit("rank_gone", rank=rank, orderly=orderly)
         self._checks.rank_gone(rank, pid)
-        if self.restores is not None:
-            self.restores.rank_gone(rank)
         if self.saves is not None:
             self.saves.rank_gone(rank)
-        if self.lead is not None:
-            self.lead.handle(protocol.RankGone(rank=rank))
+        if self._follower is not None:
+            self._follower.rank_gone(rank)
+        self._up.event(protocol.RankGone(rank=rank), self.incarnation)
 
     def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
         """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked)."""
@@ -133,30 +215,31 @@ class Session:
             return
         self.run_id, self.incarnation = run_id, incarnation
         self._start(self._known(steps))
-        if self.lead is not None:
-            arguments = {"incarnation": incarnation}
-            swept = lambda value, error: self._maintained(incarnation, value, error)  # noqa: E731
-            self.flusher.call("sweep", arguments, swept, timeout_s=self.config.flush_timeout_s)
+        if self.head is not None:
+            self.head.tell_opened(sorted(steps or ()))
+            self.head.sweep()
 
     def _known(self, steps: Iterable[int] | None) -> Known:
         incarnation = self.incarnation
 
         def failed(error: CheckpointError) -> None:
             self._events.emit("known", "failed", error=str(error))
-            if isinstance(error, SupersededError):
-                self._maintained(incarnation, None, error)
+            if isinstance(error, SupersededError) and incarnation == self.incarnation:
+                self.end(incarnation + 1)
 
         return Known(incarnation, steps, flusher=self.flusher, config=self.config, failed=failed)
 
     def _start(self, known: Known) -> None:
         """Begin with no saves; what was in flight of an incarnation before gets no say any more."""
-
-        def current() -> bool:
-            return self.saves is saves
+        incarnation = self.incarnation
 
         def tell_lead(event: Any) -> None:
-            if self.lead is not None and current():
-                self.lead.handle(event)
+            if self.saves is saves:
+                self._up.event(event, incarnation)
+
+        def compared(step: int, attempt: int, crcs: dict[int, dict[str, int]]) -> None:
+            if self.saves is saves:
+                self._up.compared(incarnation, step, attempt, crcs)
 
         held = self.saves.take_held() if self.saves is not None else []
         saves = self.saves = NodeSaves(
@@ -170,48 +253,15 @@ class Session:
             clock=self._clock,
             control_of=lambda rank: self.controls[rank].fds,
             tell_lead=tell_lead,
+            compared=compared,
+            several_nodes=self.nodes is not None,
             run_id=self.run_id,
             node_name=self.world.node_names[self.node],
             parts=self._parts,
             known=known,
         )
-        if self.is_lead:
-            self.lead = Lead(
-                node_of=self.world.node_of,
-                node_names=self.world.node_names,
-                incarnation=self.incarnation,
-                run_id=self.run_id,
-                config=self.config,
-                flusher=self.flusher,
-                parts=self._parts,
-                facts=saves.facts,
-                on_committed=lambda step, attempt: self._committed(step, attempt) if current() else None,
-                on_abandoned=lambda action: self._abandoned(action) if current() else None,
-                on_doubtful=lambda step, attempt: known.give_up(step, attempt),
-                on_settled=lambda: self._settled() if current() else None,
-                post=self._post,
-                clock=self._clock,
-                events=self._events,
-            )
-            self.announcer = Announcer(
-                world_size=self.world.world_size,
-                every_seconds=self.every_seconds,
-                node_control=self.node_control,
-                controls=self.controls,
-                clock=self._clock,
-                drop=self._drop_announced,
-            )
-        self.restores = self.restores or Restores(
-            local_ranks=self.local_ranks,
-            config=self.config,
-            flusher=self.flusher,
-            memory_of=self.pool.holding,
-            rebase=self._rebase,
-            when_idle=self.when_idle,
-            incarnation=lambda: self.incarnation,
-            clock=self._clock,
-            in_doubt=lambda: self._rebase_lost,
-        )
+        if self.head is not None:
+            self.head.start(known)
         saves.hold(held)
 
     def resume(self) -> None:
@@ -221,16 +271,10 @@ class Session:
 
     def settle(self, then: Callable[[], None], deadline_s: float, grace_s: float = SETTLE_GRACE_S) -> None:
         """Finish what all ranks have staged, or stage within `grace_s`, give up the rest, then call `then`."""
-        if self.lead is None:
+        if self.head is None:
             then()
-            return
-        self._on_settled.append(then)
-        self.lead.settle(deadline_s, grace_s)
-
-    def _settled(self) -> None:
-        waiting, self._on_settled = self._on_settled, []
-        for then in waiting:
-            then()
+        else:
+            self.head.settle(then, deadline_s, grace_s)
 
     def end(self, by: int) -> None:
         """A newer incarnation owns the run: tell the trainers, and let none of them wait for anything here."""
@@ -240,13 +284,11 @@ class Session:
         error = self._superseded()
         if self.saves is not None:
             self.saves.end(error)
-        if self.restores is not None:
-            self.restores.stop(error)
         for rank, peer in self.peers.items():
             self.pool.part_with(rank)
             peer.reply(m.Superseded(by))
-        if self.lead is not None:
-            self.lead.handle(protocol.Superseded(incarnation=by))
+        if self.head is not None:
+            self.head.ended(by, error)
 
     def close(self) -> None:
         """Let go of the control words; no rank is here, and none will be."""
@@ -255,6 +297,8 @@ class Session:
         self.controls.clear()
         self.node_control.close()
         self._checks.close()
+        if self.nodes is not None:
+            self.nodes.close()
 
     def taken_over(self) -> list[str]:
         """Return what the next job must be told if this one still runs."""
@@ -284,20 +328,19 @@ class Session:
         if self.peers.get(peer.rank) is not peer:
             raise AgentUnavailableError("this rank is connected anew", rank=peer.rank)
         match message:
-            case m.JoinRun():
-                if self.incarnation not in (0, message.incarnation):
-                    text = f"this session is incarnation {self.incarnation}, not {message.incarnation}"
-                    raise ConfigurationError(text, rank=peer.rank)
-                self.opened(message.run_id, message.incarnation, None)
+            case m.Meet():
+                if self.nodes is not None:
+                    self.nodes.meet(message.addresses)
                 peer.reply(m.Done(message.id))
+            case m.JoinRun():
+                self._join(peer, message)
             case m.Register():
                 self._register(peer, message)
             case m.Prepare():
                 self._prepare(peer, message)
             case m.Begin():
                 self._open_saves(peer).begin(peer, message)
-                if self.announcer is not None:
-                    self.announcer.begun(message.step, peer.rank)
+                self._up.begins(message.step, peer.rank)
             case m.Staged():
                 self._open_saves(peer).staged(peer, message, message.objects if payload is None else payload)
                 peer.reply(m.Done(message.id))
@@ -305,8 +348,12 @@ class Session:
                 error = from_wire(message.error)
                 self._open_saves(peer).stage_failed(message.step, message.attempt, peer.rank, error)
                 peer.reply(m.Done(message.id))
-            case m.RestoreAsk() | m.Vote() | m.MemoryAsk() | m.RestoreDone():
-                self._restore(peer, message)
+            case m.RestoreAsk() | m.Vote():
+                self._open_saves(peer)
+                self._up.ask(peer, message)
+            case m.MemoryAsk() | m.RestoreDone():
+                self._open_saves(peer)
+                self._memory(peer, message)
             case _:
                 raise ConfigurationError(f"unexpected request {type(message).__name__}", rank=peer.rank)
 
@@ -316,17 +363,10 @@ class Session:
         return self.saves
 
     def _register(self, peer: Peer, message: m.Register) -> None:
-        specs = [
-            TensorSpec(name=name, dtype=dtype, shape=tuple(shape), kind="numpy" if kind == "numpy" else "torch")
-            for name, dtype, shape, kind in message.leaves
-        ]
-        self._undeclared[peer.rank] = specs
+        self._undeclared[peer.rank] = specs_of(message.leaves)
         peer.reply(m.Done(message.id))
-        if len(self._undeclared) < len(self.local_ranks):
-            return
-        found = m.Settled(settlements.to_wire(settlements.settle(_without_contradictions(self._undeclared))))
-        for other in self.peers.values():
-            other.reply(found)
+        if len(self._undeclared) == len(self.local_ranks):
+            self._up.undeclared(self._undeclared)
 
     def _prepare(self, peer: Peer, message: m.Prepare) -> None:
         def ready(arena: Arena | None, error: CheckpointError | None) -> None:
@@ -340,14 +380,8 @@ class Session:
         size = self._open_saves(peer).arena_size(peer.rank, message.arena_bytes)
         self.pool.acquire(peer.rank, size, ready)
 
-    def _restore(self, peer: Peer, message: m.RestoreAsk | m.Vote | m.MemoryAsk | m.RestoreDone) -> None:
-        if self.restores is None:
-            raise ConfigurationError("the run is not open yet", rank=peer.rank)
+    def _memory(self, peer: Peer, message: m.MemoryAsk | m.RestoreDone) -> None:
         match message:
-            case m.RestoreAsk():
-                self.restores.ask(peer, message)
-            case m.Vote():
-                self.restores.vote(peer, message)
             case m.MemoryAsk():
                 arena = self.pool.of(message.rank)
                 if arena is None or arena.content is None:
@@ -358,110 +392,197 @@ class Session:
                 self.pool.drop_idle(set(self.local_ranks), set())  # no rank reads another job's memory any more
                 peer.reply(m.Done(message.id))
 
+    def _join(self, peer: Peer, message: m.JoinRun) -> None:
+        if self.incarnation not in (0, message.incarnation):
+            text = f"this session is incarnation {self.incarnation}, not {message.incarnation}"
+            raise ConfigurationError(text, rank=peer.rank)
+        if self._follower is None:
+            self.opened(message.run_id, message.incarnation, None)
+        elif self.saves is None:  # the lead's word is on its way
+            if self._follower.lost is not None:
+                raise self._follower.lost_error()
+            self._joining.append((peer, message))
+            return
+        peer.reply(m.Done(message.id))
+
     # -- the lead's word -------------------------------------------------------------------------------------------------
 
+    def hear(self, word: w.Word) -> None:
+        """Take a word of the lead.
+
+        Raises:
+            msgspec.DecodeError: It is none.
+        """
+        match word:
+            case w.Committed() if word.incarnation == self.incarnation:
+                self._committed(word.step, word.attempt)
+            case w.Abandoned() if word.incarnation == self.incarnation:
+                self._abandoned(word)
+            case w.Committed() | w.Abandoned():
+                pass  # of an incarnation that is over
+            case w.Opened():
+                self._opened_elsewhere(word)
+            case w.SettleOld():
+                settled = lambda: self._send(self.lead_node, w.SettledHere(word.number))  # noqa: E731
+                self._settle_old(self, settled, word.deadline_s)
+            case w.PartWanted():
+                self._up.part(word, self._parts.get(word.rank, word.digest))
+            case w.LeavesSettled():
+                for peer in self.peers.values():
+                    peer.reply(m.Settled(word.settlement))
+            case w.Announce():
+                self.node_control.announce(word.step)
+                if self._follower is not None:
+                    self._follower.announced(word.step)
+            case w.DropAnnounced():
+                if self.saves is not None:
+                    self.saves.drop_announced(dropped())
+            case w.TellAgain():
+                self._tell_again()
+            case w.ToRank():
+                self._to_rank(word)
+            case w.ToAll():
+                self._tell_all(word.text)
+            case _:
+                raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
+
+    def _opened_elsewhere(self, word: w.Opened) -> None:
+        if self.ended_by or word.incarnation <= self.incarnation:
+            return
+        self.opened(word.run_id, word.incarnation, word.steps)
+        self._on_opened(self, word.steps)
+        joining, self._joining = self._joining, []
+        for peer, message in joining:
+            if message.incarnation == word.incarnation:
+                peer.reply(m.Done(message.id))
+            else:
+                text = f"the lead has opened incarnation {word.incarnation}, not {message.incarnation}"
+                peer.refuse(message.id, ConfigurationError(text, rank=peer.rank))
+
+    def _to_rank(self, word: w.ToRank) -> None:
+        assert self._follower is not None
+        found = self._follower.answered(word)
+        if found is None:
+            return
+        peer, reply = found
+        if isinstance(reply, m.RestoreOffer) and reply.step is not None:
+            held = self.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
+            memory = sorted(arena.rank for arena in held)
+            verified = sorted(arena.rank for arena in held if arena.verified)
+            reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
+        peer.reply(reply)
+
     def _committed(self, step: int, attempt: int) -> None:
-        assert self.saves is not None
+        if self.saves is None:
+            return
         figures: dict[str, float] = {}
         try:
             figures = self.saves.committed(step, attempt)
             self._checks.consider()
         finally:  # whatever is wrong here, it is durable, and who waits for it is told
-            self._tell_committed(step, attempt, figures)
+            for peer in list(self.peers.values()):
+                peer.reply(m.Durable(step, attempt, "flash", figures))
 
-    def _tell_committed(self, step: int, attempt: int, figures: dict[str, float]) -> None:
+    def _abandoned(self, word: w.Abandoned) -> None:
+        if self.saves is None or (word.again and not self.saves.is_open(word.step, word.attempt)):
+            return  # heard before
+        error = from_wire(word.error)
         for peer in list(self.peers.values()):
-            peer.reply(m.Durable(step, attempt, "flash", figures))
-        if self.announcer is not None:
-            self.announcer.committed(step)
-        assert self.saves is not None
-        self._retention.retire(self.saves.known, step, attempt)
-        self._check_idle()
-
-    def _maintained(self, incarnation: int, value: Any, error: CheckpointError | None) -> None:
-        """What was asked for in the background is done, or failed; what concerns an incarnation before is of no interest."""
-        if incarnation != self.incarnation:
-            return
+            peer.reply(m.SaveFailed(word.step, word.attempt, word.error))
+        self.saves.abandoned(word.step, word.attempt, error, in_doubt=word.in_doubt)
         if isinstance(error, SupersededError):
             self.end(self.incarnation + 1)
-        elif error is not None:
-            self._tell_all(f"retention failed: {error}")
-        elif value and value.get("problem"):
-            self._tell_all(f"retention deletes nothing: {value['problem']}")
-
-    def _abandoned(self, action: protocol.Abandon) -> None:
-        assert self.saves is not None
-        if action.to_node is not None and not self.saves.is_open(action.step, action.attempt):
-            return  # heard before
-        for peer in list(self.peers.values()):
-            peer.reply(m.SaveFailed(action.step, action.attempt, action.error.to_wire()))
-        self.saves.abandoned(action.step, action.attempt, action.error, in_doubt=action.in_doubt)
-        if self.announcer is not None:
-            self.announcer.abandoned(action.step)
-        if isinstance(action.error, SupersededError):
-            self.end(self.incarnation + 1)
-        self._check_idle()
-
-    def _rebase(
-        self, commit: CommitId, bad: list[CommitId], done: Callable[[int, CheckpointError | None], None]
-    ) -> None:
-        arguments = {
-            "token": new_token(),
-            "up_to": [commit.step, commit.incarnation, commit.attempt],
-            "exclude": [[entry.step, entry.incarnation, entry.attempt] for entry in bad],
-            "reason": f"restored step {commit.step}",
-        }
-
-        def ask(*, again: bool) -> None:
-            def opened(value: Any, error: CheckpointError | None) -> None:
-                self._rebase_lost = error is not None and self.flusher.lost
-                if error is None:
-                    self.opened(value["run_id"], value["incarnation"], value["steps"])
-                    done(self.incarnation, None)
-                elif self._rebase_lost and not again and not self.ended_by:
-                    ask(again=True)  # else this very session may be superseded by what was done
-                else:
-                    done(0, error)
-
-            self.flusher.call("open_run", arguments, opened, timeout_s=self.config.start_timeout_s)
-
-        ask(again=False)
 
     def _tell_all(self, text: str) -> None:
         for peer in self.peers.values():
             peer.reply(m.Note(text))
 
-    def _drop_announced(self) -> None:
+    # -- other nodes -----------------------------------------------------------------------------------------------------
+
+    def _send(self, node: int, message: msgspec.Struct) -> None:
+        if self.nodes is not None:
+            self.nodes.send(node, message)
+
+    def _heard(self, node: int, message: Any) -> None:
+        if self.head is not None and isinstance(message, w.Report):
+            self.head.report(node, message)
+        elif self._follower is not None and node == self.lead_node:
+            if isinstance(message, w.Came):
+                self._lead_lost(RankLostError("another one came in its place", node=self.world.node_names[node]))
+                self._follower.lead_back()
+            else:
+                self.hear(message)
+        else:
+            raise msgspec.ValidationError(f"{type(message).__name__} is not for this node")
+
+    def _tell_others_came(self) -> None:
+        """Tell that this agent came in the place of another: what that one had in flight is lost, and who waits for it hears of it."""
+        others = range(len(self.world.node_names)) if self.head is not None else [self.lead_node]
+        for node in others:
+            if node != self.node:
+                self._send(node, w.Came())
+
+    def _node_lost(self, node: int, why: CheckpointError) -> None:
+        self._events.emit("node_lost", node=self.world.node_names[node], error=str(why))
+        if self.head is not None:
+            self.head.node_lost(node)
+        elif node == self.lead_node:
+            self._lead_lost(why)
+
+    def _lead_lost(self, why: CheckpointError) -> None:
+        """Nobody decides any more about what is in flight here: it is given up, and may be committed all the same."""
+        assert self._follower is not None
+        self._follower.lead_lost(why)
+        error = self._follower.lost_error()
+        joining, self._joining = self._joining, []
+        for peer, message in joining:
+            peer.refuse(message.id, error)
+        for step, attempt in self.saves.open_saves() if self.saves is not None else ():
+            self._given_up.append((step, attempt))
+            wire = {**error.to_wire(), "step": step}
+            self._abandoned(w.Abandoned(self.incarnation, step, attempt, wire, in_doubt=True))
+
+    def _node_back(self, node: int) -> None:
+        if self.head is not None:
+            self.head.node_back(node)
+        elif self._follower is not None and node == self.lead_node:
+            self._follower.lead_back()
+            given_up, self._given_up = self._given_up, []
+            for step, attempt in given_up:
+                error = RankLostError("the node had lost its lead, and gave the save up", step=step)
+                event = protocol.NodeFailed(step=step, attempt=attempt, node=self.node, error=error)
+                self._up.event(event, self.incarnation)
+
+    def _tell_again(self) -> None:
+        """The lead had lost this node: whatever was on its way to either is told once more, or ends."""
+        assert self._follower is not None
+        self._follower.lead_lost(
+            RankLostError("it had lost this node for a while", node=self.world.node_names[self.node])
+        )
+        self._follower.lead_back()
         if self.saves is not None:
-            text = "not all ranks could follow the announcement of this save by time"
-            self.saves.drop_announced(SkippedError(text, hint="it is announced again, further ahead"))
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` once no save is in flight; each has its deadlines."""
-        self._when_idle.append(then)
-        self._check_idle()
-
-    def _check_idle(self) -> None:
-        if self.lead is not None and self.lead.num_open:
-            return
-        waiting, self._when_idle = self._when_idle, []
-        for then in waiting:
-            then()
+            self.saves.tell_again()
+        if len(self._undeclared) == len(self.local_ranks):
+            self._up.undeclared(self._undeclared)
 
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer)
-        due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
-        return min(due, default=None)
+        return self._up.next_deadline()
 
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
-        for part in (self.lead, self.restores, self.announcer):
-            if part is not None:
-                part.tick()
+        self._up.tick()
+
+    def steps(self) -> dict[int, int]:
+        """Return the last step of each rank of this node, as far as they have told."""
+        return {rank: control.step for rank, control in self.controls.items() if control.beat_ns}
+
+    def facts_of(self, step: int, attempt: int) -> tuple[dict[str, float], bool]:
+        """Return the metrics of a save, and whether it is the final one."""
+        return self.saves.facts(step, attempt) if self.saves is not None else ({}, False)
 
     def facts(self) -> dict[str, Any]:
         """What `safehold agents` shows."""

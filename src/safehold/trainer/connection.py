@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from safehold.types import Membership
 log = logging.getLogger("safehold")
 ANSWER_SLACK_S = 5.0
 COME_BACK_PAUSE_S = 1.0
+OWN_SETTINGS = ("runtime_dir", "storage_interface", "network_cert", "network_key", "network_ca")
+"""Settings that may differ from node to node."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +89,8 @@ def open_run(
     exchange = Exchange(membership, "open", config.start_timeout_s)
     with exchange.telling():
         rank = membership.rank
-        facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(config.to_wire())}
+        shared = {name: value for name, value in config.to_wire().items() if name not in OWN_SETTINGS}
+        facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(shared)}
         gathered = exchange.gather("rank", facts)
         world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership)))
         slot = _slot(exchange, world, rank, url, config)
@@ -99,6 +103,7 @@ def open_run(
             every_seconds=every_seconds,
             notify=notify,
             lost=lost,
+            listen=config.storage_interface or _way_to_the_launcher(),
         )
         error: CheckpointError | None = None
         try:
@@ -107,10 +112,41 @@ def open_run(
             error = exc
         try:
             exchange.agree("connected", error)
+            if len(world.node_names) > 1:
+                _meet(exchange, client, world, config)
             return _join(exchange, client, world, config)
         except BaseException:
             client.close(linger=True)
             raise
+
+
+def _meet(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> None:
+    """Tell the agents of all nodes where the others listen."""
+    told = exchange.gather("address", client.address)
+
+    def by_node() -> list[str]:
+        assert told is not None
+        return [told[min(world.ranks_of(node))] for node in range(len(world.node_names))]
+
+    client.addresses = exchange.decide("addresses", by_node)
+    error: CheckpointError | None = None
+    try:
+        client.request(m.Meet(0, client.addresses), m.Done, config.request_timeout_s, "where the other agents are")
+    except CheckpointError as exc:
+        error = exc
+    exchange.agree("met", error)
+
+
+def _way_to_the_launcher() -> str:
+    """Return the address of this host on the network that leads to the launcher's; nothing is sent for it."""
+    host = os.environ.get("MASTER_ADDR", "")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
 
 
 def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> Run:
@@ -147,9 +183,6 @@ def _world(gathered: list[dict[str, Any]], membership: Membership) -> dict[str, 
                     f"rank {rank} and rank 0 have different {'run directories' if what == 'url' else 'settings'}{shown}"
                 )
                 raise ConfigurationError(text, rank=rank, hint="give every rank the same arguments and environment")
-    if len(nodes) > 1:
-        text = f"the ranks are on {len(nodes)} nodes; this version works on one node"
-        raise ConfigurationError(text, hint="all ranks on one host; SAFEHOLD_NODE must not differ between them")
     return {
         "token": new_token(),
         "world_size": membership.world_size,

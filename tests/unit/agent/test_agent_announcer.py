@@ -24,8 +24,8 @@ class Lead:
         self.announcer = Announcer(
             world_size=2,
             every_seconds=every_seconds,
-            node_control=self.node_control,
-            controls=self.controls,
+            steps=lambda: {rank: control.step for rank, control in self.controls.items() if control.beat_ns},
+            announce=self.node_control.announce,
             clock=self.clock,
             drop=self._drop,
         )

@@ -18,6 +18,7 @@ ERROR = CommitError("no", step=3, rank=1, hint="do this").to_wire()
 WORLD = m.World("t", 2, [0, 0], ["host"])
 REQUESTS = [
     m.Hello(1, 1, "0", 0, 77, WORLD, {"flush_nice": 1}, {"last": 3}, 2.5, 4, "run"),
+    m.Meet(3, ["10.0.0.1:7000", "[::1]:7001"]),
     m.OpenRun(2),
     m.JoinRun(3, "run", 4),
     m.Register(4, [("w", "float32", [2, 3], "torch")]),

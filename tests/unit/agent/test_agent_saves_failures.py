@@ -361,11 +361,11 @@ def test_drained_when_nothing_is_in_flight(node: Node) -> None:
     for rank in (0, 1):
         node.begin(rank, 10)
     idle: list[int] = []
-    node.session.when_idle(lambda: idle.append(1))
+    node.session.head.when_idle(lambda: idle.append(1))
     assert not idle
     node.send(0, m.StageFailed(-1, 10, 0, CommitError("no").to_wire()))
     assert idle == [1]
-    node.session.when_idle(lambda: idle.append(2))
+    node.session.head.when_idle(lambda: idle.append(2))
     assert idle == [1, 2]
 
 

@@ -1,0 +1,237 @@
+"""What the agents of one job say to each other: reports of the nodes to the lead, and the lead's words to the nodes.
+
+Invariants: every message is one tagged msgpack map. What concerns saves names its incarnation, so that news of an older one is known as
+such. Events of the commit protocol travel as they are (`EventTold`). Between two agents messages arrive in order and once, or the other
+is told to be lost; that is the network's business. A lead alone on its node says and hears all of this without a network.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from safehold.errors import CheckpointError, from_wire
+from safehold.policy import commit as protocol
+
+EVENTS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        protocol.Begun,
+        protocol.Staged,
+        protocol.RankFailed,
+        protocol.NodeRecorded,
+        protocol.NodeFailed,
+        protocol.RankGone,
+        protocol.RankBack,
+    )
+}
+PART_CHUNK_BYTES = 4 << 20
+
+# ---- reports: a node to the lead ----
+
+
+class EventTold(msgspec.Struct, tag="event", frozen=True):
+    """An event of the commit protocol: the name of its class, and its fields."""
+
+    incarnation: int
+    kind: str
+    fields: msgspec.Raw
+
+
+class Compared(msgspec.Struct, tag="compared", frozen=True):
+    """CRC32 of the ranges that a node's ranks agree about in a save, by rank (the lowest that has the range) and key.
+
+    Comes before the node's `NodeRecorded`.
+    """
+
+    incarnation: int
+    step: int
+    attempt: int
+    crcs: dict[int, dict[str, int]]
+
+
+class PartTold(msgspec.Struct, tag="part", frozen=True):
+    """A piece of a rank's encoded part, which the lead asked for; `total` 0: it is not here any more."""
+
+    rank: int
+    digest: str
+    offset: int
+    total: int
+    data: bytes
+
+
+class RankAsks(msgspec.Struct, tag="rank_asks", frozen=True):
+    """A trainer's request that the lead answers: an encoded `RestoreAsk` or `Vote`."""
+
+    rank: int
+    request: bytes
+
+
+class RankBegins(msgspec.Struct, tag="rank_begins", frozen=True):
+    """A rank has asked to save a step; told where saves are announced by time."""
+
+    step: int
+    rank: int
+
+
+class Undeclared(msgspec.Struct, tag="undeclared", frozen=True):
+    """Which undeclared leaves a node's ranks hold: [ranks that hold alike, leaves as in `messages.Register`]."""
+
+    groups: list[tuple[list[int], list[tuple[str, str, list[int], str]]]]
+
+
+class StepsSeen(msgspec.Struct, tag="steps", frozen=True):
+    """The last step that each rank of a node is known to have reached."""
+
+    steps: dict[int, int]
+
+
+class SettledHere(msgspec.Struct, tag="settled_here", frozen=True):
+    """The job before has finished, or given up, what it had in flight on this node; answers `SettleOld`."""
+
+    number: int
+
+
+class Came(msgspec.Struct, tag="came", frozen=True):
+    """Another agent came in the place of one that died: what that one had in flight is lost."""
+
+
+# ---- words: the lead to a node ----
+
+
+class SettleOld(msgspec.Struct, tag="settle_old", frozen=True):
+    """A new start of the job takes over: finish what the one before has in flight, within `deadline_s`."""
+
+    number: int
+    deadline_s: float
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """The run is open: its incarnation, and the steps that are committed."""
+
+    run_id: str
+    incarnation: int
+    steps: list[int]
+
+
+class Committed(msgspec.Struct, tag="committed", frozen=True):
+    """A save is durable."""
+
+    incarnation: int
+    step: int
+    attempt: int
+
+
+class Abandoned(msgspec.Struct, tag="abandoned", frozen=True):
+    """A save is given up; `again`: told once more, to a node that spoke of it afterwards."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    error: dict[str, Any]
+    in_doubt: bool = False
+    again: bool = False
+
+
+class PartWanted(msgspec.Struct, tag="part_wanted", frozen=True):
+    """The lead has not got a part that a rank began a save with."""
+
+    rank: int
+    digest: str
+
+
+class LeavesSettled(msgspec.Struct, tag="leaves_settled", frozen=True):
+    """Who holds the undeclared leaves: `policy.settlement`'s wire form."""
+
+    settlement: dict[str, Any]
+
+
+class Announce(msgspec.Struct, tag="announce", frozen=True):
+    """All ranks are asked to save at this step."""
+
+    step: int
+
+
+class DropAnnounced(msgspec.Struct, tag="drop_announced", frozen=True):
+    """Not all ranks followed the announcement: give up the saves of those that did."""
+
+
+class TellAgain(msgspec.Struct, tag="tell_again", frozen=True):
+    """The node was lost to the lead, and is back: what either has told the other meanwhile may be lost. Tell what is in flight."""
+
+
+class ToRank(msgspec.Struct, tag="to_rank", frozen=True):
+    """An answer for a trainer: an encoded reply."""
+
+    rank: int
+    reply: bytes
+
+
+class ToAll(msgspec.Struct, tag="to_all", frozen=True):
+    """A sentence that all trainers of the node shall see as a warning."""
+
+    text: str
+
+
+Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Came
+Word = (
+    SettleOld
+    | Opened
+    | Committed
+    | Abandoned
+    | PartWanted
+    | LeavesSettled
+    | Announce
+    | DropAnnounced
+    | TellAgain
+    | ToRank
+    | ToAll
+)
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, CheckpointError):
+        return value.to_wire()
+    raise TypeError(f"{type(value).__name__} cannot be told to another agent")
+
+
+def _from_wire(kind: type, value: Any) -> Any:
+    if kind is CheckpointError and isinstance(value, dict):
+        return from_wire(value)
+    raise ValueError(f"no {kind.__name__} can be made of what another agent told")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_messages: msgspec.msgpack.Decoder[Report | Word] = msgspec.msgpack.Decoder(Report | Word)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Report | Word:
+    """Return a message of another agent.
+
+    Raises:
+        msgspec.DecodeError: It is none.
+    """
+    return _messages.decode(data)
+
+
+def event_told(event: Any, incarnation: int) -> EventTold:
+    """Wrap an event of the commit protocol."""
+    return EventTold(incarnation, type(event).__name__, msgspec.Raw(_encoder.encode(event)))
+
+
+def event_of(told: EventTold) -> Any:
+    """Return the event.
+
+    Raises:
+        msgspec.DecodeError: There is no such event, or its fields are not what they must be.
+    """
+    kind = EVENTS.get(told.kind)
+    if kind is None:
+        raise msgspec.ValidationError(f"no event {told.kind!r} is told between agents")
+    return msgspec.msgpack.decode(told.fields, type=kind, dec_hook=_from_wire)
