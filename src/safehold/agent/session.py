@@ -17,7 +17,8 @@ from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
-from safehold.agent.head import Head, dropped, specs_of
+from safehold.agent.head import Head, specs_of
+from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
 from safehold.agent.memory_checks import MemoryChecks
@@ -41,7 +42,7 @@ from safehold.format.names import numbered
 from safehold.host import memfd
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
-from safehold.types import CommitId, TensorSpec
+from safehold.types import TensorSpec
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -85,7 +86,7 @@ class Session:
         self.local_ranks = hello.world.ranks_of(self.node)
         self.pool, self.flusher = pool, flusher
         self._post, self._clock, self._events = post, clock, events
-        self._on_opened, self._settle_old = on_opened, settle_old
+        self._hearing = Hearing(self, on_opened=on_opened, settle_old=settle_old, events=events)
         self.peers: dict[int, Peer] = {}
         self.controls: dict[int, RankControl] = {}
         self.node_control = NodeControl.create()
@@ -93,17 +94,15 @@ class Session:
         self.ended_by = 0
         self.disorderly: set[int] = set()
         self._checks = MemoryChecks(pool, flusher, post, timeout_s=self.config.flush_timeout_s)
-        self._undeclared: dict[int, list[TensorSpec]] = {}
-        self._parts = PartStore()
-        self._joining: list[tuple[Peer, m.JoinRun]] = []
-        self._given_up: list[tuple[int, int]] = []
+        self.undeclared: dict[int, list[TensorSpec]] = {}
+        self.parts = PartStore()
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.head = self._new_head() if self.is_lead else None
-        self._follower = None if self.is_lead else self._new_follower()
+        self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
             self._start(self._known(None))
-            self._tell_others_came()
+            self._hearing.tell_others_came()
 
     @property
     def is_lead(self) -> bool:
@@ -138,9 +137,9 @@ class Session:
             hello,
             make=make,
             watched=[node for node in watched if node != self.node],
-            heard=self._heard,
-            lost=self._node_lost,
-            back=self._node_back,
+            heard=self._hearing.heard,
+            lost=self._hearing.node_lost,
+            back=self._hearing.node_back,
             post=self._post,
             events=self._events,
         )
@@ -152,9 +151,9 @@ class Session:
             keep=self.keep,
             every_seconds=self.every_seconds,
             flusher=self.flusher,
-            own_parts=self._parts,
+            own_parts=self.parts,
             memory_of=self.pool.holding,
-            send=self._send,
+            send=self.send,
             post=self._post,
             clock=self._clock,
             events=self._events,
@@ -163,7 +162,7 @@ class Session:
     def _new_follower(self) -> Follower:
         return Follower(
             lead_name=self.world.node_names[self.lead_node],
-            send=lambda report: self._send(self.lead_node, report),
+            send=lambda report: self.send(self.lead_node, report),
             steps=self.steps,
             every_seconds=self.every_seconds,
             num_nodes=len(self.world.node_names),
@@ -171,9 +170,9 @@ class Session:
         )
 
     @property
-    def _up(self) -> Head | Follower:
+    def up(self) -> Head | Follower:
         """The lead's ear: here, or the way to it."""
-        found = self.head or self._follower
+        found = self.head or self.follower
         assert found is not None
         return found
 
@@ -188,7 +187,7 @@ class Session:
         self.peers[hello.rank] = peer
         self.disorderly.discard(hello.rank)
         self._checks.rank_back(hello.rank)
-        self._up.event(protocol.RankBack(rank=hello.rank), self.incarnation)
+        self.up.event(protocol.RankBack(rank=hello.rank), self.incarnation)
         control = self.controls.get(hello.rank)
         if control is None:
             control = self.controls[hello.rank] = RankControl.create()
@@ -205,9 +204,9 @@ class Session:
         self._checks.rank_gone(rank, pid)
         if self.saves is not None:
             self.saves.rank_gone(rank)
-        if self._follower is not None:
-            self._follower.rank_gone(rank)
-        self._up.event(protocol.RankGone(rank=rank), self.incarnation)
+        if self.follower is not None:
+            self.follower.rank_gone(rank)
+        self.up.event(protocol.RankGone(rank=rank), self.incarnation)
 
     def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
         """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked)."""
@@ -235,11 +234,11 @@ class Session:
 
         def tell_lead(event: Any) -> None:
             if self.saves is saves:
-                self._up.event(event, incarnation)
+                self.up.event(event, incarnation)
 
         def compared(step: int, attempt: int, crcs: dict[int, dict[str, int]]) -> None:
             if self.saves is saves:
-                self._up.compared(incarnation, step, attempt, crcs)
+                self.up.compared(incarnation, step, attempt, crcs)
 
         held = self.saves.take_held() if self.saves is not None else []
         saves = self.saves = NodeSaves(
@@ -257,7 +256,7 @@ class Session:
             several_nodes=self.nodes is not None,
             run_id=self.run_id,
             node_name=self.world.node_names[self.node],
-            parts=self._parts,
+            parts=self.parts,
             known=known,
         )
         if self.head is not None:
@@ -333,14 +332,14 @@ class Session:
                     self.nodes.meet(message.addresses)
                 peer.reply(m.Done(message.id))
             case m.JoinRun():
-                self._join(peer, message)
+                self._hearing.join(peer, message)
             case m.Register():
                 self._register(peer, message)
             case m.Prepare():
                 self._prepare(peer, message)
             case m.Begin():
                 self._open_saves(peer).begin(peer, message)
-                self._up.begins(message.step, peer.rank)
+                self.up.begins(message.step, peer.rank)
             case m.Staged():
                 self._open_saves(peer).staged(peer, message, message.objects if payload is None else payload)
                 peer.reply(m.Done(message.id))
@@ -350,7 +349,7 @@ class Session:
                 peer.reply(m.Done(message.id))
             case m.RestoreAsk() | m.Vote():
                 self._open_saves(peer)
-                self._up.ask(peer, message)
+                self.up.ask(peer, message)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 self._memory(peer, message)
@@ -363,10 +362,10 @@ class Session:
         return self.saves
 
     def _register(self, peer: Peer, message: m.Register) -> None:
-        self._undeclared[peer.rank] = specs_of(message.leaves)
+        self.undeclared[peer.rank] = specs_of(message.leaves)
         peer.reply(m.Done(message.id))
-        if len(self._undeclared) == len(self.local_ranks):
-            self._up.undeclared(self._undeclared)
+        if len(self.undeclared) == len(self.local_ranks):
+            self.up.undeclared(self.undeclared)
 
     def _prepare(self, peer: Peer, message: m.Prepare) -> None:
         def ready(arena: Arena | None, error: CheckpointError | None) -> None:
@@ -392,87 +391,10 @@ class Session:
                 self.pool.drop_idle(set(self.local_ranks), set())  # no rank reads another job's memory any more
                 peer.reply(m.Done(message.id))
 
-    def _join(self, peer: Peer, message: m.JoinRun) -> None:
-        if self.incarnation not in (0, message.incarnation):
-            text = f"this session is incarnation {self.incarnation}, not {message.incarnation}"
-            raise ConfigurationError(text, rank=peer.rank)
-        if self._follower is None:
-            self.opened(message.run_id, message.incarnation, None)
-        elif self.saves is None:  # the lead's word is on its way
-            if self._follower.lost is not None:
-                raise self._follower.lost_error()
-            self._joining.append((peer, message))
-            return
-        peer.reply(m.Done(message.id))
+    # -- what the lead decides -------------------------------------------------------------------------------------------
 
-    # -- the lead's word -------------------------------------------------------------------------------------------------
-
-    def hear(self, word: w.Word) -> None:
-        """Take a word of the lead.
-
-        Raises:
-            msgspec.DecodeError: It is none.
-        """
-        match word:
-            case w.Committed() if word.incarnation == self.incarnation:
-                self._committed(word.step, word.attempt)
-            case w.Abandoned() if word.incarnation == self.incarnation:
-                self._abandoned(word)
-            case w.Committed() | w.Abandoned():
-                pass  # of an incarnation that is over
-            case w.Opened():
-                self._opened_elsewhere(word)
-            case w.SettleOld():
-                settled = lambda: self._send(self.lead_node, w.SettledHere(word.number))  # noqa: E731
-                self._settle_old(self, settled, word.deadline_s)
-            case w.PartWanted():
-                self._up.part(word, self._parts.get(word.rank, word.digest))
-            case w.LeavesSettled():
-                for peer in self.peers.values():
-                    peer.reply(m.Settled(word.settlement))
-            case w.Announce():
-                self.node_control.announce(word.step)
-                if self._follower is not None:
-                    self._follower.announced(word.step)
-            case w.DropAnnounced():
-                if self.saves is not None:
-                    self.saves.drop_announced(dropped())
-            case w.TellAgain():
-                self._tell_again()
-            case w.ToRank():
-                self._to_rank(word)
-            case w.ToAll():
-                self._tell_all(word.text)
-            case _:
-                raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
-
-    def _opened_elsewhere(self, word: w.Opened) -> None:
-        if self.ended_by or word.incarnation <= self.incarnation:
-            return
-        self.opened(word.run_id, word.incarnation, word.steps)
-        self._on_opened(self, word.steps)
-        joining, self._joining = self._joining, []
-        for peer, message in joining:
-            if message.incarnation == word.incarnation:
-                peer.reply(m.Done(message.id))
-            else:
-                text = f"the lead has opened incarnation {word.incarnation}, not {message.incarnation}"
-                peer.refuse(message.id, ConfigurationError(text, rank=peer.rank))
-
-    def _to_rank(self, word: w.ToRank) -> None:
-        assert self._follower is not None
-        found = self._follower.answered(word)
-        if found is None:
-            return
-        peer, reply = found
-        if isinstance(reply, m.RestoreOffer) and reply.step is not None:
-            held = self.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
-            memory = sorted(arena.rank for arena in held)
-            verified = sorted(arena.rank for arena in held if arena.verified)
-            reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
-        peer.reply(reply)
-
-    def _committed(self, step: int, attempt: int) -> None:
+    def committed(self, step: int, attempt: int) -> None:
+        """A save is durable."""
         if self.saves is None:
             return
         figures: dict[str, float] = {}
@@ -483,7 +405,8 @@ class Session:
             for peer in list(self.peers.values()):
                 peer.reply(m.Durable(step, attempt, "flash", figures))
 
-    def _abandoned(self, word: w.Abandoned) -> None:
+    def abandoned(self, word: w.Abandoned) -> None:
+        """A save is given up."""
         if self.saves is None or (word.again and not self.saves.is_open(word.step, word.attempt)):
             return  # heard before
         error = from_wire(word.error)
@@ -493,88 +416,30 @@ class Session:
         if isinstance(error, SupersededError):
             self.end(self.incarnation + 1)
 
-    def _tell_all(self, text: str) -> None:
+    def tell_all(self, text: str) -> None:
+        """Warn the users of all ranks here."""
         for peer in self.peers.values():
             peer.reply(m.Note(text))
 
-    # -- other nodes -----------------------------------------------------------------------------------------------------
+    def hear(self, word: w.Word) -> None:
+        """Take a word of the lead."""
+        self._hearing.hear(word)
 
-    def _send(self, node: int, message: msgspec.Struct) -> None:
+    def send(self, node: int, message: msgspec.Struct) -> None:
+        """Tell another node, if it can be reached."""
         if self.nodes is not None:
             self.nodes.send(node, message)
-
-    def _heard(self, node: int, message: Any) -> None:
-        if self.head is not None and isinstance(message, w.Report):
-            self.head.report(node, message)
-        elif self._follower is not None and node == self.lead_node:
-            if isinstance(message, w.Came):
-                self._lead_lost(RankLostError("another one came in its place", node=self.world.node_names[node]))
-                self._follower.lead_back()
-            else:
-                self.hear(message)
-        else:
-            raise msgspec.ValidationError(f"{type(message).__name__} is not for this node")
-
-    def _tell_others_came(self) -> None:
-        """Tell that this agent came in the place of another: what that one had in flight is lost, and who waits for it hears of it."""
-        others = range(len(self.world.node_names)) if self.head is not None else [self.lead_node]
-        for node in others:
-            if node != self.node:
-                self._send(node, w.Came())
-
-    def _node_lost(self, node: int, why: CheckpointError) -> None:
-        self._events.emit("node_lost", node=self.world.node_names[node], error=str(why))
-        if self.head is not None:
-            self.head.node_lost(node)
-        elif node == self.lead_node:
-            self._lead_lost(why)
-
-    def _lead_lost(self, why: CheckpointError) -> None:
-        """Nobody decides any more about what is in flight here: it is given up, and may be committed all the same."""
-        assert self._follower is not None
-        self._follower.lead_lost(why)
-        error = self._follower.lost_error()
-        joining, self._joining = self._joining, []
-        for peer, message in joining:
-            peer.refuse(message.id, error)
-        for step, attempt in self.saves.open_saves() if self.saves is not None else ():
-            self._given_up.append((step, attempt))
-            wire = {**error.to_wire(), "step": step}
-            self._abandoned(w.Abandoned(self.incarnation, step, attempt, wire, in_doubt=True))
-
-    def _node_back(self, node: int) -> None:
-        if self.head is not None:
-            self.head.node_back(node)
-        elif self._follower is not None and node == self.lead_node:
-            self._follower.lead_back()
-            given_up, self._given_up = self._given_up, []
-            for step, attempt in given_up:
-                error = RankLostError("the node had lost its lead, and gave the save up", step=step)
-                event = protocol.NodeFailed(step=step, attempt=attempt, node=self.node, error=error)
-                self._up.event(event, self.incarnation)
-
-    def _tell_again(self) -> None:
-        """The lead had lost this node: whatever was on its way to either is told once more, or ends."""
-        assert self._follower is not None
-        self._follower.lead_lost(
-            RankLostError("it had lost this node for a while", node=self.world.node_names[self.node])
-        )
-        self._follower.lead_back()
-        if self.saves is not None:
-            self.saves.tell_again()
-        if len(self._undeclared) == len(self.local_ranks):
-            self._up.undeclared(self._undeclared)
 
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        return self._up.next_deadline()
+        return self.up.next_deadline()
 
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
-        self._up.tick()
+        self.up.tick()
 
     def steps(self) -> dict[int, int]:
         """Return the last step of each rank of this node, as far as they have told."""
@@ -595,12 +460,3 @@ class Session:
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
             "superseded_by": self.ended_by or None,
         }
-
-
-def _without_contradictions(undeclared: dict[int, list[TensorSpec]]) -> dict[int, list[TensorSpec]]:
-    """Leave out the leaves that ranks have under one name and not alike; they stay unsettled."""
-    specs: dict[str, set[TensorSpec]] = {}
-    for leaves in undeclared.values():
-        for spec in leaves:
-            specs.setdefault(spec.name, set()).add(spec)
-    return {rank: [spec for spec in leaves if len(specs[spec.name]) == 1] for rank, leaves in undeclared.items()}

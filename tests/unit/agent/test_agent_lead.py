@@ -123,7 +123,7 @@ def test_a_plan_that_cannot_be_mended_fails_the_save(node: Node, case: str) -> N
     to_publishing(node, 10)
     damaged = ManifestError("damaged", path=f"plans/{node.flusher.open('publish')[0]['plan_digest']}")
     if case == "other parts":  # so that the same plan cannot be made
-        node.session._parts._by_rank.clear()
+        node.session.parts._by_rank.clear()
     node.flusher.answer("publish", None, damaged)
     if case == "too late":
         node.tick(60.0)

@@ -75,7 +75,7 @@ def test_layouts_that_change_at_every_save_do_not_fill_memory(node: Node) -> Non
         node.record()
         node.plan()
         node.publish()
-    assert all(len(kept) <= KEPT for kept in node.session._parts._by_rank.values())
+    assert all(len(kept) <= KEPT for kept in node.session.parts._by_rank.values())
     assert not any(save.ranks for save in node.saves._saves.values()), "objects of saves that are over are kept"
     for step in range(100, 300):
         node.save(step)

@@ -279,7 +279,7 @@ def test_a_trainer_that_does_not_read_is_cut_off(agent: Agent, monkeypatch: pyte
     trainers = agent.join(world_of(2))
     session = agent.server._current
     assert session is not None
-    agent.server.post(lambda: [session._tell_all("x" * 100_000) for _ in range(100)])
+    agent.server.post(lambda: [session.tell_all("x" * 100_000) for _ in range(100)])
     drain = threading.Thread(target=trainers[0].is_closed)
     drain.start()
     agent.until(lambda: list(session.peers) == [0])

@@ -1,0 +1,199 @@
+"""What a session hears: the lead's words, and of other nodes that they are lost or back.
+
+Invariants: used from the dispatcher thread only; nothing here waits. What makes no sense from where it came changes nothing. Where this
+node and its lead have lost each other, both end by themselves what was in flight between them, and tell each other again once they are
+back: so nothing waits for news that was lost on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from safehold.agent import messages as m
+from safehold.agent import words as w
+from safehold.agent.head import dropped
+from safehold.agent.node_save import Peer
+from safehold.errors import CheckpointError, ConfigurationError, RankLostError
+from safehold.events import EventStream
+from safehold.policy import commit as protocol
+from safehold.types import CommitId
+
+if TYPE_CHECKING:
+    from safehold.agent.session import Session
+
+
+class Hearing:
+    """See the module.
+
+    Args:
+        here: The session.
+        on_opened: Told of an incarnation that a lead elsewhere has opened: (session, the committed steps).
+        settle_old: Has the job before settle what it has in flight here: (session, then, seconds).
+    """
+
+    def __init__(
+        self,
+        here: Session,
+        *,
+        on_opened: Callable[[Session, list[int]], None],
+        settle_old: Callable[[Session, Callable[[], None], float], None],
+        events: EventStream,
+    ) -> None:
+        self._here, self._on_opened, self._settle_old, self._events = here, on_opened, settle_old, events
+        self._joining: list[tuple[Peer, m.JoinRun]] = []
+        self._given_up: list[tuple[int, int]] = []
+
+    def join(self, peer: Peer, message: m.JoinRun) -> None:
+        """A rank came with the incarnation that rank 0 opened; with a lead elsewhere, its word is waited for."""
+        if self._here.incarnation not in (0, message.incarnation):
+            text = f"this session is incarnation {self._here.incarnation}, not {message.incarnation}"
+            raise ConfigurationError(text, rank=peer.rank)
+        if self._here.follower is None:
+            self._here.opened(message.run_id, message.incarnation, None)
+        elif self._here.saves is None:  # the lead's word is on its way
+            if self._here.follower.lost is not None:
+                raise self._here.follower.lost_error()
+            self._joining.append((peer, message))
+            return
+        peer.reply(m.Done(message.id))
+
+    # -- the lead's word -------------------------------------------------------------------------------------------------
+
+    def hear(self, word: w.Word) -> None:
+        """Take a word of the lead.
+
+        Raises:
+            msgspec.DecodeError: It is none.
+        """
+        match word:
+            case w.Committed() if word.incarnation == self._here.incarnation:
+                self._here.committed(word.step, word.attempt)
+            case w.Abandoned() if word.incarnation == self._here.incarnation:
+                self._here.abandoned(word)
+            case w.Committed() | w.Abandoned():
+                pass  # of an incarnation that is over
+            case w.Opened():
+                self._opened_elsewhere(word)
+            case w.SettleOld():
+                settled = lambda: self._here.send(self._here.lead_node, w.SettledHere(word.number))  # noqa: E731
+                self._settle_old(self._here, settled, word.deadline_s)
+            case w.PartWanted():
+                self._here.up.part(word, self._here.parts.get(word.rank, word.digest))
+            case w.LeavesSettled():
+                for peer in self._here.peers.values():
+                    peer.reply(m.Settled(word.settlement))
+            case w.Announce():
+                self._here.node_control.announce(word.step)
+                if self._here.follower is not None:
+                    self._here.follower.announced(word.step)
+            case w.DropAnnounced():
+                if self._here.saves is not None:
+                    self._here.saves.drop_announced(dropped())
+            case w.TellAgain():
+                self._tell_again()
+            case w.ToRank():
+                self._to_rank(word)
+            case w.ToAll():
+                self._here.tell_all(word.text)
+            case _:
+                raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
+
+    def _opened_elsewhere(self, word: w.Opened) -> None:
+        if self._here.ended_by or word.incarnation <= self._here.incarnation:
+            return
+        self._here.opened(word.run_id, word.incarnation, word.steps)
+        self._on_opened(self._here, word.steps)
+        joining, self._joining = self._joining, []
+        for peer, message in joining:
+            if message.incarnation == word.incarnation:
+                peer.reply(m.Done(message.id))
+            else:
+                text = f"the lead has opened incarnation {word.incarnation}, not {message.incarnation}"
+                peer.refuse(message.id, ConfigurationError(text, rank=peer.rank))
+
+    def _to_rank(self, word: w.ToRank) -> None:
+        assert self._here.follower is not None
+        found = self._here.follower.answered(word)
+        if found is None:
+            return
+        peer, reply = found
+        if isinstance(reply, m.RestoreOffer) and reply.step is not None:
+            held = self._here.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
+            memory = sorted(arena.rank for arena in held)
+            verified = sorted(arena.rank for arena in held if arena.verified)
+            reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
+        peer.reply(reply)
+
+    # -- other nodes -----------------------------------------------------------------------------------------------------
+
+    def heard(self, node: int, message: Any) -> None:
+        """Another node told something.
+
+        Raises:
+            msgspec.DecodeError: It makes no sense from there.
+        """
+        if self._here.head is not None and isinstance(message, w.Report):
+            self._here.head.report(node, message)
+        elif self._here.follower is not None and node == self._here.lead_node:
+            if isinstance(message, w.Came):
+                self._lead_lost(RankLostError("another one came in its place", node=self._here.world.node_names[node]))
+                self._here.follower.lead_back()
+            else:
+                self.hear(message)
+        else:
+            raise msgspec.ValidationError(f"{type(message).__name__} is not for this node")
+
+    def tell_others_came(self) -> None:
+        """Tell that this agent came in the place of another: what that one had in flight is lost, and who waits for it hears of it."""
+        others = range(len(self._here.world.node_names)) if self._here.head is not None else [self._here.lead_node]
+        for node in others:
+            if node != self._here.node:
+                self._here.send(node, w.Came())
+
+    def node_lost(self, node: int, why: CheckpointError) -> None:
+        """Another node is dead or cannot be reached."""
+        self._events.emit("node_lost", node=self._here.world.node_names[node], error=str(why))
+        if self._here.head is not None:
+            self._here.head.node_lost(node)
+        elif node == self._here.lead_node:
+            self._lead_lost(why)
+
+    def _lead_lost(self, why: CheckpointError) -> None:
+        """Nobody decides any more about what is in flight here: it is given up, and may be committed all the same."""
+        assert self._here.follower is not None
+        self._here.follower.lead_lost(why)
+        error = self._here.follower.lost_error()
+        joining, self._joining = self._joining, []
+        for peer, message in joining:
+            peer.refuse(message.id, error)
+        for step, attempt in self._here.saves.open_saves() if self._here.saves is not None else ():
+            self._given_up.append((step, attempt))
+            wire = {**error.to_wire(), "step": step}
+            self._here.abandoned(w.Abandoned(self._here.incarnation, step, attempt, wire, in_doubt=True))
+
+    def node_back(self, node: int) -> None:
+        """It can be reached again."""
+        if self._here.head is not None:
+            self._here.head.node_back(node)
+        elif self._here.follower is not None and node == self._here.lead_node:
+            self._here.follower.lead_back()
+            given_up, self._given_up = self._given_up, []
+            for step, attempt in given_up:
+                error = RankLostError("the node had lost its lead, and gave the save up", step=step)
+                event = protocol.NodeFailed(step=step, attempt=attempt, node=self._here.node, error=error)
+                self._here.up.event(event, self._here.incarnation)
+
+    def _tell_again(self) -> None:
+        """The lead had lost this node: whatever was on its way to either is told once more, or ends."""
+        assert self._here.follower is not None
+        self._here.follower.lead_lost(
+            RankLostError("it had lost this node for a while", node=self._here.world.node_names[self._here.node])
+        )
+        self._here.follower.lead_back()
+        if self._here.saves is not None:
+            self._here.saves.tell_again()
+        if len(self._here.undeclared) == len(self._here.local_ranks):
+            self._here.up.undeclared(self._here.undeclared)
