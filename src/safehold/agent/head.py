@@ -295,7 +295,11 @@ class Head:
         found.update(told.crcs)
         while len(self._compared) > MAX_COMPARED:
             del self._compared[next(iter(self._compared))]
-        error = mismatch(disagreements(found), step=told.step)
+        try:
+            error = mismatch(disagreements(found), step=told.step)
+        except ValueError as exc:
+            del self._compared[key]
+            raise msgspec.ValidationError(str(exc)) from exc
         if error is not None and self.lead is not None:
             self.lead.handle(protocol.NodeFailed(step=told.step, attempt=told.attempt, node=node, error=error))
 

@@ -212,8 +212,16 @@ class CommitMachine:
     def _begun(self, event: Begun, now: float) -> None:
         self._heard_of_rank(event.rank)
         save = self._save(event.step, event.attempt, self._node_of[event.rank], now)
-        if save is not None:
-            self._take_digest(save, event.rank, event.digest)
+        if save is None:
+            return
+        for earlier in list(self._open.values()):
+            if earlier is save:
+                break
+            if earlier.phase is Phase.BEGINNING and event.rank not in earlier.digests:
+                words = f"rank {event.rank} went on to save step {event.step} without this one"
+                hint = "call save for the same steps on every rank"
+                self._abandon(earlier, CommitError(words, rank=event.rank, hint=hint))
+        self._take_digest(save, event.rank, event.digest)
 
     def _staged(self, event: Staged, now: float) -> None:
         save = self._save(event.step, event.attempt, self._node_of[event.rank], now)

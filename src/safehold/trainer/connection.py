@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import msgspec
 
 from safehold.agent import messages as m
 from safehold.agent.client import AgentClient
+from safehold.agent.net.addresses import way_to
 from safehold.agent.start import choose_slot
 from safehold.clock import new_token
 from safehold.config import Config
@@ -103,7 +103,7 @@ def open_run(
             every_seconds=every_seconds,
             notify=notify,
             lost=lost,
-            listen=config.storage_interface or _way_to_the_launcher(),
+            listen=config.storage_interface or way_to(os.environ.get("MASTER_ADDR", "")),
         )
         error: CheckpointError | None = None
         try:
@@ -135,18 +135,6 @@ def _meet(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
     except CheckpointError as exc:
         error = exc
     exchange.agree("met", error)
-
-
-def _way_to_the_launcher() -> str:
-    """Return the address of this host on the network that leads to the launcher's; nothing is sent for it."""
-    host = os.environ.get("MASTER_ADDR", "")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
 
 
 def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> Run:

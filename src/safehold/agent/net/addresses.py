@@ -78,6 +78,17 @@ def resolve(where: str) -> tuple[socket.AddressFamily, str]:
     return family, str(sockaddr[0])
 
 
+def way_to(host: str) -> str:
+    """Return the address of this host on the network that leads to `host`; its own name where there is none. Nothing is sent for it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return socket.gethostname()
+
+
 def _ipv4_of(interface: str) -> tuple[socket.AddressFamily, str] | None:
     request = array.array("B", struct.pack(f"16s{_IFREQ_BYTES - 16}x", interface.encode()[:15]))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
