@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -86,9 +86,13 @@ class Leases:
         """Return those of the checkpoints that somebody reads."""
         return {commit for commit in commits if self.found and self.on(commit) is not None}
 
-    def useless(self, attempts: Collection[CommitId]) -> list[str]:
-        """Return the files of leases that have expired, or are on none of the attempts that are there."""
-        return [v.path for v in self.found if v.expired or not any(v.names(commit) for commit in attempts)]
+    def ended(self) -> Leases:
+        """Return the same leases as if all had expired: no reader is alive."""
+        return Leases(found=tuple(replace(view, expired=True) for view in self.found))
+
+    def useless(self, attempts: Collection[CommitId]) -> list[LeaseView]:
+        """Return the leases that have expired, or are on none of the attempts."""
+        return [view for view in self.found if view.expired or not any(view.names(commit) for commit in attempts)]
 
 
 NO_LEASES = Leases()
@@ -129,12 +133,7 @@ class Observer:
             found.append(view)
         with self._lock:
             expired = self._watch.observe(seen, began_s=began_s, ended_s=self._clock.monotonic())
-        return Leases(
-            found=tuple(
-                LeaseView(step=view.step, reader=view.reader, lease=view.lease, expired=view.path in expired)
-                for view in found
-            )
-        )
+        return Leases(found=tuple(replace(view, expired=view.path in expired) for view in found))
 
 
 def _read(tier: Tier, view: LeaseView) -> tuple[str, Lease | None]:
@@ -151,16 +150,26 @@ def _read(tier: Tier, view: LeaseView) -> tuple[str, Lease | None]:
     return document.digest(data), lease if is_own else None
 
 
-def remove_useless(tier: Tier, leases: Leases, attempts: Collection[CommitId]) -> list[str]:
-    """Delete the files of leases that hold nothing; one that cannot be deleted is left, since it is of no account."""
+def remove_useless(tier: Tier, useless: Iterable[LeaseView]) -> list[str]:
+    """Delete the files of leases that hold nothing, and return which; what cannot be deleted is of no account.
+
+    A checkpoint may have been committed, and leased, since the attempts were listed that the leases were held against.
+    """
     gone = []
-    for path in leases.useless(attempts):
+    for view in useless:
         try:
-            tier.delete(path)
+            if not view.expired and any(view.names(commit) for commit in _attempts(tier, view.step)):
+                continue
+            tier.delete(view.path)
         except StorageError:
             continue
-        gone.append(path)
+        gone.append(view.path)
     return gone
+
+
+def _attempts(tier: Tier, step: int) -> list[CommitId]:
+    numbers = [paths.parse_attempt_dir(entry.name) for entry in tier.list(paths.step_dir(step))]
+    return [CommitId(step, *found) for found in numbers if found is not None]
 
 
 # Who reads.

@@ -130,15 +130,10 @@ def retire(
     observer = observer or Observer(clock)
     held = observer.look(tier)
     leased = {*leased, *held.held(seen.listing.attempts)}
-
-    def counts(commit: CommitId) -> bool:
-        return acknowledged is None or commit.incarnation < incarnation or commit in acknowledged
-
-    facts = facts_of((view for view in catalog.commits(seen) if counts(view.commit)), leased=leased)
+    facts = facts_of(_acknowledged(catalog.commits(seen), incarnation, acknowledged), leased=leased)
     doomed = retention.to_delete(facts, keep)
     problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
-    if problem is not None:
-        doomed = []
+    doomed = doomed if problem is None else []
     replaced = _replaced(catalog, seen, [f.commit for f in facts if f.commit not in doomed], leased)
     gone: tuple[CommitId, ...] = ()
     freed = 0
@@ -146,11 +141,11 @@ def retire(
     if not dry_run and (doomed or replaced or failed):
         gone, freed = _bury_all(tier, doomed, replaced, failed, incarnation, seen, observer, clock)
         seen, held = catalog.snapshot(), observer.look(tier)
-    now_s = clock.wall()
-    due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=now_s, grace_s=grace_s)
+    due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=clock.wall(), grace_s=grace_s)
     stones = [commit for commit in due if seen.listing.attempts[commit].tombstones]
     deleted, size = _delete_all(tier, seen, stones, incarnation, held, dry_run=dry_run)
-    files = [] if dry_run else leases.remove_useless(tier, held, set(seen.listing.attempts) - set(deleted))
+    useless = held.useless(set(seen.listing.attempts) - set(deleted))
+    files = [] if dry_run else leases.remove_useless(tier, useless)
     if not dry_run:
         leftovers.remove_empty_steps(tier, seen)
     return Swept(
@@ -160,6 +155,15 @@ def retire(
         files=tuple(files),
         problem=problem,
     )
+
+
+def _acknowledged(
+    views: Iterable[CommitView], incarnation: int, acknowledged: Collection[CommitId] | None
+) -> list[CommitView]:
+    """Leave out those of the own incarnation that nobody was told of."""
+    if acknowledged is None:
+        return list(views)
+    return [view for view in views if view.commit.incarnation < incarnation or view.commit in acknowledged]
 
 
 def _bury_all(
@@ -250,11 +254,12 @@ def sweep(
         grace_s=grace_s,
         set_aside=set_aside,
     )
-    found = (observer or Observer(clock)).look(tier)
-    held = NO_LEASES if ignore_leases else found
+    held = (observer or Observer(clock)).look(tier)
+    held = held.ended() if ignore_leases else held
     deleted, freed = _delete_all(tier, seen, due, incarnation, held, dry_run=dry_run)
     left = set(seen.listing.attempts) - set(deleted)
-    forgotten = found.useless(() if ignore_leases else left)
+    useless = held.useless(left)
+    forgotten = [view.path for view in useless]
     gone_plans = leftovers.unused_plans(catalog, seen, left, plans_in_use) if plans_in_use is not None else []
     orphans = [paths.quarantine(commit) for commit in seen.quarantined if commit not in left]
     temporaries: list[str] = []
@@ -263,7 +268,7 @@ def sweep(
             tier.delete(paths.plan(digest))
         for path in orphans:
             tier.delete(path)
-        forgotten = leases.remove_useless(tier, found, () if ignore_leases else left)
+        forgotten = leases.remove_useless(tier, useless)
         temporaries = leftovers.sweep_temporaries(tier, left)
         leftovers.remove_empty_steps(tier, seen)
     files = (*orphans, *forgotten, *temporaries)

@@ -134,6 +134,23 @@ def test_leases_that_are_on_nothing_go(run: RunDir):
     assert sorted(files(run)) == sorted([kept, "leases/notes.txt"])
 
 
+def test_a_lease_on_what_was_committed_meanwhile_stays(run: RunDir):
+    """Retention has listed the checkpoints, and comes to the leases a save and a reader later."""
+    run.save(10)
+    tier = FakeTier(run.tier)
+    listed, kept = tier.list, []
+
+    def list_later(directory: str) -> Any:
+        if directory == paths.LEASES and not kept:
+            kept.append(put(run, run.save(20)))
+            put(run, CommitId(20, 1, 9), "0b" * 16)
+        return listed(directory)
+
+    tier.list = list_later  # type: ignore[method-assign]
+    swept = sweep.retire(tier, Keep(last=1), incarnation=1, grace_s=0.0, clock=run)
+    assert swept.files == (paths.lease(20, "0b" * 16),) and files(run) == kept
+
+
 def test_a_lease_that_cannot_be_deleted_is_in_nobodys_way(run: RunDir):
     commit = run.save(10)
     run.save(20)
