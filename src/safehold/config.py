@@ -43,6 +43,7 @@ class Config:
         flush_nice: Niceness of what runs beside training: flushers, and threads of the agent that populate arenas; 0 to 19.
         restore_threads: Threads of one rank's restore; all but one of them read at a time, and the other verifies and copies.
         delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
+        lease_s: Seconds that a reader's lease (`safehold.load`) outlives a reader that died; renewed every third of it. 1 to 86400.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
         runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.
         direct_io: Use direct I/O where the file system takes it.
@@ -76,6 +77,7 @@ class Config:
     flush_nice: int = 19
     restore_threads: int = 3
     delete_grace_s: float = 30.0
+    lease_s: float = 600.0
     split_bytes: int = 4 << 20
     runtime_dir: str = ""
     direct_io: bool = True
@@ -103,6 +105,8 @@ class Config:
             raise ConfigurationError("flush_block_bytes must be a multiple of 1 MiB, at most 1 GiB")
         if self.pack_size_bytes < 1 << 20:
             raise ConfigurationError("pack_size_bytes must be at least 1 MiB")
+        if not 1 <= self.lease_s <= 86400:
+            raise ConfigurationError("lease_s must be from 1 to 86400")
         if not 0 <= self.flush_busy_share <= 1:
             raise ConfigurationError("flush_busy_share must be from 0 to 1")
         if not 0 <= self.network_port <= 65535:

@@ -25,6 +25,7 @@ from safehold.pipeline.apart import differing
 from safehold.pipeline.catalog import Catalog, Checkpoint, RestoreCandidate, find_restore_candidate
 from safehold.pipeline.direct_load import load_tree, saved_index
 from safehold.pipeline.exchange import Exchange, membership
+from safehold.pipeline.leases import Reader, is_committed
 from safehold.pipeline.restore import Reading
 from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
@@ -37,6 +38,9 @@ from safehold.trainer.steps import step_number
 from safehold.types import CommitId, Store
 
 log = logging.getLogger("safehold")
+
+MAX_MISSED = 16
+"""So often a checkpoint may be un-committed just before it is leased; the next one is read all the same."""
 
 
 def save(
@@ -113,8 +117,12 @@ def load(
     rename: dict[str, str] | Callable[[str], str] | None = None,
     cast: bool = False,
     random_states: bool = False,
+    lease: bool = True,
 ) -> Any:
-    """Load a checkpoint; no agent, no other rank takes part, nothing is written.
+    """Load a checkpoint; no agent, no other rank takes part.
+
+    While it is read, a small file in the run directory (a lease) keeps the retention of a run that goes on from deleting it. Where none
+    can be written, the load goes on without, and says so once in the log.
 
     Args:
         path: The run directory.
@@ -125,6 +133,7 @@ def load(
         rename: See `Checkpointer.restore`.
         cast: See `Checkpointer.restore`.
         random_states: With a template: set the random states of rank 0.
+        lease: Whether to take a lease; False: nothing is written.
 
     Returns:
         `state`, or, without a template, nested dicts and lists with full tensors (torch's where torch is importable,
@@ -149,28 +158,55 @@ def load(
     step = None if step is None else step_number(step)
     tier = open_tier(local_path(path), direct=config.direct_io)
     options = RestoreOptions(partial=partial, rename=rename, cast=cast)
+
+    def read(checkpoint: Checkpoint) -> Any:
+        if state is None:
+            return load_tree(tier, checkpoint, names, config)
+        _fill(tier, checkpoint, state, options, random_states, config)
+        return state
+
+    with _reader(path, config, lease) as reader:
+        return _load(tier, step, config, reader, read)
+
+
+def _reader(path: str | os.PathLike[str], config: Config, lease: bool) -> Reader:
+    """Return what takes leases; their files can be read by the agent of a run that is another user's."""
+    tier = open_tier(local_path(path), file_mode=0o644, dir_mode=0o755) if lease else None
+    return Reader(
+        tier, lease_s=config.lease_s, limit_s=config.stall_timeout_s, host=os.uname().nodename, pid=os.getpid()
+    )
+
+
+def _load(tier: Tier, step: int | None, config: Config, reader: Reader, read: Callable[[Checkpoint], Any]) -> Any:
+    """Find a checkpoint and read it under a lease; where it does not verify, the next one."""
     failed: list[tuple[CommitId, CheckpointError]] = []
+    missed = 0
     while True:
         found = _candidate(tier, step, failed, config)
         assert found.checkpoint is not None
+        commit = found.checkpoint.commit
+        if reader.hold(commit) and missed < MAX_MISSED and not _is_committed(tier, commit, config):
+            missed += 1  # it was un-committed before the lease was there: what was found is of no use
+            continue
         rejected = [*failed, *found.rejected]
         try:
-            loaded = state
-            if state is None:
-                loaded = load_tree(tier, found.checkpoint, names, config)
-            else:
-                _fill(tier, found.checkpoint, state, options, random_states, config)
+            loaded = read(found.checkpoint)
         except (IntegrityError, StorageError) as exc:
             if isinstance(exc, FormatVersionError):
                 raise
-            failed.append((found.checkpoint.commit, exc))
+            failed.append((commit, exc))
             continue
         except CheckpointError as exc:
             _note(exc, rejected)
             raise
-        for commit, error in rejected:
-            log.warning("safehold: step %d cannot be used: %s", commit.step, error)
+        for other, error in rejected:
+            log.warning("safehold: step %d cannot be used: %s", other.step, error)
         return loaded
+
+
+def _is_committed(tier: Tier, commit: CommitId, config: Config) -> bool:
+    """Look again, after the lease was taken."""
+    return within(config.stall_timeout_s, "looking for a checkpoint", lambda: is_committed(tier, commit), path=tier.url)
 
 
 def _settings() -> Config:

@@ -181,6 +181,17 @@ def build_small() -> dict[str, bytes]:
         f"{DIRECTORY}/{paths.tombstone(3)}": records.encode_tombstone(
             records.Tombstone(commit=COMMIT, incarnation=3, created_s=1700000200.0, reason="retention")
         ),
+        paths.lease(10, "0a" * 16): records.encode_lease(
+            records.Lease(
+                commit=COMMIT,
+                reader="0a" * 16,
+                host="node7",
+                pid=4242,
+                lease_s=600.0,
+                renewals=3,
+                created_s=1700000500.0,
+            )
+        ),
         paths.pin(10): records.encode_pin(records.Pin(step=10, created_s=1700000300.0, note="before the spike")),
         paths.quarantine(COMMIT): records.encode_quarantine(
             records.Quarantine(

@@ -70,6 +70,7 @@ def reader(path: str) -> Callable[..., Any]:
     }
     for prefix, read in (
         (paths.PINS, records.decode_pin),
+        (paths.LEASES, records.decode_lease),
         (paths.QUARANTINES, records.decode_quarantine),
         (paths.INCARNATIONS, records.decode_incarnation),
         (paths.PLANS, plan.decode_plan),
@@ -80,7 +81,7 @@ def reader(path: str) -> Callable[..., Any]:
 
 
 def test_the_set_is_complete() -> None:
-    assert len(FILES) == 13
+    assert len(FILES) == 14
     kinds = {document.seal(kind, {})[:20] for kind in document.MAX_BYTES}
     assert kinds == {whole(path)[:20] for path in FILES if path not in PACKS}
 

@@ -30,6 +30,7 @@ from safehold.host.process import lower_priority
 from safehold.host.sockets import Channel, ChannelClosed
 from safehold.pipeline import ledger, maintenance
 from safehold.pipeline.flush import FlushJob, StagedWord, flush_rank
+from safehold.pipeline.leases import Observer
 from safehold.pipeline.memory_check import arena_matches
 from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import Tier
@@ -55,10 +56,14 @@ class FlusherProcess:
         self._lock = threading.Lock()
         self._tier_lock = threading.Lock()
         self._room_lock = threading.Lock()
+        # Remembers from one look to the next which readers' leases are renewed.
+        self._observer = Observer()
         self.events = EventStream("flusher")
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
             "flush": self._flush,
             "check_memory": self._check_memory,
+            "retire": self._observing(maintenance.retire),
+            "sweep": self._observing(maintenance.sweep_debris),
         }
 
     def serve(self) -> None:
@@ -207,12 +212,15 @@ class FlusherProcess:
         packs = [(start, size) for start, size in arguments["packs"]]
         return arena_matches(self._open(), CommitId(*arguments["commit"]), arguments["rank"], packs, mapping.view)
 
+    def _observing(self, operation: Callable[..., Any]) -> Callable[[dict[str, Any], list[int]], Any]:
+        return lambda arguments, _: operation(self._open(), self._config, arguments, self.events, self._observer)
+
     def _make_room(self, arguments: dict[str, Any], exc: StorageFullError) -> bool:
         """Delete what no keep rule protects; True if that freed something, so that the allocation is tried again."""
         with self._room_lock:
             self.events.emit("make_room", "started", error=str(exc))
             arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
-            return bool(maintenance.make_room(self._open(), self._config, arguments, self.events))
+            return maintenance.make_room(self._open(), self._config, arguments, self.events, self._observer)
 
 
 def _staged_word(control: RankControl, save_seq: int) -> StagedWord:

@@ -28,12 +28,14 @@ PHASES = ("stage_s", "allocate_s", "write_s", "sync_s", "recorded_s")
 def ls(run: str, show_all: bool, as_json: bool) -> None:
     """List the checkpoints of a run, newest first."""
     from safehold.cli.opening import open_run
+    from safehold.pipeline.leases import Observer
 
     opened = open_run(run)
     views = opened.catalog.commits(opened.seen)
-    entries = [_entry(view) for view in views]
+    leases = Observer().look(opened.tier)
+    entries = [_entry(view, leases) for view in views]
     if show_all:
-        entries += _others(opened)
+        entries += _others(opened, leases)
         entries.sort(key=lambda e: (e["step"], e["incarnation"], e["attempt"]), reverse=True)
     if as_json:
         print_json(entries)
@@ -77,7 +79,7 @@ def show(run: str, step: int | None, show_leaves: bool, as_json: bool) -> None:
         _show_checkpoint(opened, step, show_leaves, as_json)
 
 
-def _entry(view: Any) -> dict[str, Any]:
+def _entry(view: Any, leases: Any) -> dict[str, Any]:
     """One object of `ls --json`."""
     from safehold.errors import FormatVersionError
 
@@ -96,6 +98,7 @@ def _entry(view: Any) -> dict[str, Any]:
         "metrics": dict(manifest.metrics) if manifest else {},
         "final": bool(manifest and manifest.final),
         "pinned": view.pinned,
+        "leased": leases.on(view.commit) is not None,
         "quarantined": view.quarantine is not None,
         "reason": "",
     }
@@ -106,7 +109,7 @@ def _entry(view: Any) -> dict[str, Any]:
     return entry
 
 
-def _others(opened: Any) -> list[dict[str, Any]]:
+def _others(opened: Any, leases: Any) -> list[dict[str, Any]]:
     """Attempts that are no checkpoint, with the reason."""
     from safehold.policy import belief
 
@@ -141,6 +144,7 @@ def _others(opened: Any) -> list[dict[str, Any]]:
                 "metrics": {},
                 "final": False,
                 "pinned": commit.step in seen.pins,
+                "leased": leases.on(commit) is not None,
                 "quarantined": commit in seen.quarantined,
                 "reason": reason,
             }
@@ -150,7 +154,7 @@ def _others(opened: Any) -> list[dict[str, Any]]:
 
 def _notes(entry: dict[str, Any]) -> str:
     words = [] if entry["status"] == "committed" else [entry["status"].upper()]
-    words += [name for name in ("pinned", "final", "quarantined") if entry[name]]
+    words += [name for name in ("pinned", "leased", "final", "quarantined") if entry[name]]
     words += [f"{name}={number_text(value)}" for name, value in sorted(entry["metrics"].items())]
     text = " ".join(words)
     return f"{text} ({entry['reason']})" if entry["reason"] else text

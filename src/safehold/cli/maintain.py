@@ -52,7 +52,7 @@ def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark
 @click.command()
 @run_argument
 @click.argument("steps", metavar="STEP...", type=NUMBER, nargs=-1, required=True)
-@click.option("--force", is_flag=True, help="Even if no good checkpoint is left.")
+@click.option("--force", is_flag=True, help="Even if no good checkpoint is left, or somebody reads it.")
 @click.option("--now", is_flag=True, help="Free the space at once; whoever is reading the checkpoint fails.")
 @json_option
 def rm(run: str, steps: tuple[int, ...], force: bool, now: bool, as_json: bool) -> None:
@@ -60,24 +60,27 @@ def rm(run: str, steps: tuple[int, ...], force: bool, now: bool, as_json: bool) 
 
     They are un-committed at once; their space is freed by the run's agent, by 'safehold gc', or at once with --now, or
     where storage is too full to note that they go.
-    Pinned checkpoints are refused, and so is the last good one without --force.
+    Pinned checkpoints are refused, and so are, without --force, the last good one and one that a reader holds a lease on.
     """
     from safehold.cli.opening import open_run
     from safehold.pipeline import sweep
+    from safehold.pipeline.leases import Observer
 
     opened = open_run(run)
     commits = [opened.find(step) for step in dict.fromkeys(steps)]
     _refuse_pinned(opened, commits)
-    if not force:
+    observer = None if force else Observer()
+    if observer is not None:
+        _refuse_leased(opened, commits, observer.look(opened.tier))
         _refuse_last_good(opened, commits)
     incarnation = opened.seen.newest
     freed = 0
     for commit in sorted(commits):
-        _, size = sweep.take_away(opened.tier, commit, incarnation, "safehold rm", opened.seen)
+        _, size = sweep.take_away(opened.tier, commit, incarnation, "safehold rm", opened.seen, observer)
         freed += size
     if now:
         doomed = [c for c in opened.seen.listing.attempts if c.step in {commit.step for commit in commits}]
-        _, size = sweep.delete_bytes(opened.tier, doomed, incarnation=incarnation)
+        _, size = sweep.delete_bytes(opened.tier, doomed, incarnation=incarnation, observer=observer)
         freed += size
     _tell_removed(opened, [commit.step for commit in commits], freed, now or freed > 0, as_json)
 
@@ -149,12 +152,22 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float) ->
 @click.option(
     "--job-ended", is_flag=True, help="No job runs: also delete its unfinished attempts, and plans that nothing uses."
 )
+@click.option("--ignore-leases", is_flag=True, help="No reader is alive: also delete leases, and what they hold.")
 @click.option("--set-aside", is_flag=True, help="Also delete checkpoints that a rollback to an older step set aside.")
 @json_option
-def gc(run: str, dry_run: bool, grace_s: float, job_ended: bool, set_aside: bool, as_json: bool) -> None:
+def gc(
+    run: str,
+    dry_run: bool,
+    grace_s: float,
+    job_ended: bool,
+    ignore_leases: bool,
+    set_aside: bool,
+    as_json: bool,
+) -> None:
     """Delete what nobody needs: debris, and what was un-committed.
 
     Debris are attempts that were never committed, and temporary files of ours. Safe beside a running job, unless --job-ended is given.
+    What a reader holds a lease on stays, unless --ignore-leases is given.
     """
     from safehold.cli.opening import open_run
     from safehold.pipeline import sweep
@@ -169,6 +182,7 @@ def gc(run: str, dry_run: bool, grace_s: float, job_ended: bool, set_aside: bool
         plans_in_use=() if job_ended else None,
         grace_s=grace_s,
         set_aside=set_aside,
+        ignore_leases=ignore_leases,
         dry_run=dry_run,
     )
     if as_json:
@@ -272,6 +286,22 @@ def _refuse_pinned(opened: Any, commits: list[Any]) -> None:
                 f"the checkpoint is pinned{f' ({clean(note)})' if note else ''}",
                 step=commit.step,
                 hint=f"'safehold unpin RUN {commit.step}' first",
+            )
+
+
+def _refuse_leased(opened: Any, commits: list[Any], leases: Any) -> None:
+    """Refuse what somebody reads; whether the reader still lives cannot be told by one look."""
+    from safehold.errors import ConfigurationError
+
+    for commit in commits:
+        at_step = [other for other in opened.seen.listing.attempts if other.step == commit.step]
+        lease = next((found for other in at_step if (found := leases.on(other)) is not None), None)
+        if lease is not None:
+            raise ConfigurationError(
+                f"the checkpoint is being read by {clean(lease.holder)}",
+                step=commit.step,
+                path=lease.path,
+                hint="wait until it is read; if the reader is dead, --force deletes all the same",
             )
 
 

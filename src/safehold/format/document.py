@@ -25,6 +25,7 @@ MAX_BYTES: Final[dict[str, int]] = {
     "tombstone": 64 << 10,
     "pin": 64 << 10,
     "quarantine": 64 << 10,
+    "lease": 4 << 10,
     "node": 256 << 20,
     "manifest": 64 << 20,
     "part": 64 << 20,

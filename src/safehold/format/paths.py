@@ -18,18 +18,21 @@ PLANS: Final = "plans"
 CHECKPOINTS: Final = "checkpoints"
 QUARANTINES: Final = "quarantine"
 PINS: Final = "pins"
+LEASES: Final = "leases"
 MANIFEST: Final = "manifest.json"
 
 MAX_NUMBER: Final = 2**63 - 1
 """Largest step, incarnation, attempt, rank or node that a path can hold."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_READER = re.compile(r"[0-9a-f]{32}")
 _ATTEMPT = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _NODE_RECORD = re.compile(r"node-([0-9]{5,19})\.json")
 _NODE_OBJECTS = re.compile(r"node-([0-9]{5,19})\.objects")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
 _QUARANTINE = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.json")
 _PIN = re.compile(r"([0-9]{9,19})\.json")
+_LEASE = re.compile(r"([0-9]{9,19})-([0-9a-f]{32})\.json")
 _INCARNATION = re.compile(r"([0-9]{1,19})\.json")
 _STEP = re.compile(r"[0-9]{9,19}")
 
@@ -141,6 +144,24 @@ def pin(step: int) -> str:
 def parse_pin(name: str) -> int | None:
     """Read the step from the file name of a pin."""
     return _one(_PIN.fullmatch(name), 9)
+
+
+def lease(step: int, reader: str) -> str:
+    """Return the path of a reader's lease on a step; the reader's id has 32 hex digits.
+
+    Raises:
+        ValueError: `reader` is no such id.
+    """
+    if not _READER.fullmatch(reader):
+        raise ValueError("a reader's id is 32 lower-case hex digits")
+    return f"{LEASES}/{_check(step):09d}-{reader}.json"
+
+
+def parse_lease(name: str) -> tuple[int, str] | None:
+    """Read (step, reader's id) from the file name of a lease."""
+    match = _LEASE.fullmatch(name)
+    step = _number(match[1], 9) if match is not None else None
+    return None if match is None or step is None else (step, match[2])
 
 
 def _check(number: int) -> int:

@@ -21,6 +21,10 @@ from safehold.types import CommitId
 MAX_COUNT: Final = 2**60
 """Every number in a record is below this."""
 
+MIN_LEASE_S: Final = 1.0
+MAX_LEASE_S: Final = 86400.0
+"""A reader's lease counts for at least and at most so long after its last renewal."""
+
 Count = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
 Crc32 = Annotated[int, Meta(ge=0, lt=2**32)]
 Seconds = Annotated[float, Meta(ge=0, lt=float(MAX_COUNT))]
@@ -100,6 +104,28 @@ class Quarantine(Record, frozen=True, kw_only=True):
     created_s: Seconds
     reason: Text = ""
     path: Text = ""
+
+
+class Lease(Record, frozen=True, kw_only=True):
+    """`leases/<step>-<reader>.json`: somebody reads a checkpoint and keeps it from being deleted for a while.
+
+    Attributes:
+        commit: The checkpoint.
+        reader: The reader's id, made at random; in the file's name too.
+        host: Where the reader runs, for people.
+        pid: Its process there, for people.
+        lease_s: It counts until its content has not changed for so long, by the clock of whoever looks.
+        renewals: How often it was renewed; what changes its content.
+        created_s: When it was taken, for people.
+    """
+
+    commit: CommitId
+    reader: Annotated[str, Meta(pattern="^[0-9a-f]{32}$", min_length=32, max_length=32)]
+    host: Annotated[str, Meta(max_length=255)]
+    pid: Count
+    lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
+    renewals: Count
+    created_s: Seconds
 
 
 class PackRecord(Record, frozen=True, kw_only=True):
@@ -232,6 +258,16 @@ def decode_quarantine(data: bytes, *, path: str) -> Quarantine:
     return _decode("quarantine", data, Quarantine, path)
 
 
+def encode_lease(record: Lease) -> bytes:
+    """Return the bytes of a reader's lease."""
+    return _encode("lease", record)
+
+
+def decode_lease(data: bytes, *, path: str) -> Lease:
+    """Read a reader's lease."""
+    return _decode("lease", data, Lease, path)
+
+
 def encode_node_record(record: NodeRecord) -> bytes:
     """Return the bytes of a node record; the packs are sorted."""
     packs = sorted(record.packs, key=lambda pack: (pack.rank, pack.part))
@@ -308,7 +344,7 @@ def _check(record: Record) -> None:
                 all(commit.incarnation < record.number for commit in accepted),
                 "an accepted commit is not of an earlier incarnation",
             )
-        case Tombstone(commit=commit) | Quarantine(commit=commit):
+        case Tombstone(commit=commit) | Quarantine(commit=commit) | Lease(commit=commit):
             _require(_is_commit(commit), "the commit is out of bounds")
         case NodeRecord():
             _check_node(record)

@@ -21,6 +21,7 @@ from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
 from safehold.pipeline import agreement, ledger, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.pipeline.leases import Observer
 from safehold.policy import belief
 from safehold.policy.retention import Best, Keep
 from safehold.tiers.base import Tier
@@ -210,13 +211,16 @@ def quarantine(tier: Tier, config: Config, arguments: dict[str, Any], events: Ev
     )
 
 
-def retire(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+def retire(
+    tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream, observer: Observer | None = None
+) -> dict[str, Any]:
     """Apply the keep rule after a commit, and let go of attempts that failed or were replaced; see `sweep.retire`."""
     swept = sweep.retire(
         tier,
         keep_from_wire(arguments["keep"]),
         incarnation=arguments["incarnation"],
         grace_s=config.delete_grace_s,
+        observer=observer,
         acknowledged={_commit(entry) for entry in arguments["acknowledged"]},
         given_up={_commit(entry) for entry in arguments["given_up"]},
     )
@@ -227,16 +231,21 @@ def retire(tier: Tier, config: Config, arguments: dict[str, Any], events: EventS
     }
 
 
-def sweep_debris(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
+def sweep_debris(
+    tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream, observer: Observer | None = None
+) -> dict[str, Any]:
     """Delete what dead attempts of older incarnations left.
 
     Those of this one are none of its business: while it looks around, a save may begin, and even be committed.
     """
-    swept = sweep.sweep(tier, incarnation=arguments["incarnation"], grace_s=config.delete_grace_s)
+    incarnation = arguments["incarnation"]
+    swept = sweep.sweep(tier, incarnation=incarnation, grace_s=config.delete_grace_s, observer=observer)
     return {"deleted": [_wire(commit) for commit in swept.deleted], "freed_bytes": swept.freed_bytes}
 
 
-def make_room(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> bool:
+def make_room(
+    tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream, observer: Observer | None = None
+) -> bool:
     """Free space for a save that does not fit; True if something was freed or has become free.
 
     With `quota` it was a quota that refused, which the tier's free space does not show.
@@ -249,6 +258,7 @@ def make_room(tier: Tier, config: Config, arguments: dict[str, Any], events: Eve
             needed_bytes,
             keep=keep_from_wire(arguments["keep"]),
             incarnation=arguments["incarnation"],
+            observer=observer,
             given_up={_commit(entry) for entry in arguments["given_up"]},
         )
 

@@ -1,10 +1,10 @@
 """Takes things away from a run directory: retention, debris of dead attempts, room for a save.
 
 Invariants: a checkpoint is un-committed (tombstone, durable) before a byte of it goes, and its bytes go later, only if
-no newer incarnation has appeared; of its files the manifest goes first. Only what `safehold.policy` names goes, and
-only by names that this library makes. Nothing goes while the newest checkpoint that would stay lacks a document or a
-file. Deciding and doing are apart: every function here makes its plan from one snapshot, and `dry_run` returns the
-plan.
+no newer incarnation has appeared and no reader's lease, looked for after that, holds it; of its files the manifest goes
+first. Only what `safehold.policy` names goes, and only by names that this library makes. Nothing goes while the newest
+checkpoint that would stay lacks a document or a file. Deciding and doing are apart: every function here makes its plan
+from one snapshot, and `dry_run` returns the plan.
 
 Must not live here: rules (`safehold.policy.retention`, `safehold.policy.belief`).
 """
@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.errors import CheckpointError, IntegrityError, StorageFullError
 from safehold.format import paths
-from safehold.pipeline import ledger
+from safehold.pipeline import leases, ledger, leftovers
 from safehold.pipeline.catalog import Catalog, CommitView
+from safehold.pipeline.leases import NO_LEASES, Leases, Observer
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import belief, retention
 from safehold.policy.retention import CommitFacts, Keep
 from safehold.tiers.base import Tier
 from safehold.types import CommitId
-
-TEMPORARY_AGE_S = 3600.0
-"""Temporary files of ours that are older than this have no living writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +92,7 @@ def retire(
     incarnation: int,
     grace_s: float,
     leased: Collection[CommitId] = (),
+    observer: Observer | None = None,
     acknowledged: Collection[CommitId] | None = None,
     given_up: Collection[CommitId] = (),
     dry_run: bool = False,
@@ -109,7 +108,8 @@ def retire(
         keep: The rule.
         incarnation: Who does it; only the newest may.
         grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
-        leased: Checkpoints that are being read or replicated.
+        leased: Checkpoints that are being read or replicated, besides those that readers' leases name.
+        observer: Who looks at readers' leases, and has looked before; None: nobody, so every lease counts.
         acknowledged: Attempts of this incarnation that were told to be committed. Others may be visible already and withdrawn
             yet, so nothing goes on their account, and they do not go. None: all that are there.
         given_up: Attempts of this incarnation that failed and that nobody works at any more. One that got its manifest all the
@@ -127,30 +127,43 @@ def retire(
     ledger.check_newest(tier, incarnation)
     catalog = Catalog(tier, clock=clock)
     seen = catalog.snapshot()
-
-    def counts(commit: CommitId) -> bool:
-        return acknowledged is None or commit.incarnation < incarnation or commit in acknowledged
-
-    facts = facts_of((view for view in catalog.commits(seen) if counts(view.commit)), leased=leased)
+    observer = observer or Observer(clock)
+    held = observer.look(tier)
+    leased = {*leased, *held.held(seen.listing.attempts)}
+    facts = facts_of(_acknowledged(catalog.commits(seen), incarnation, acknowledged), leased=leased)
     doomed = retention.to_delete(facts, keep)
     problem = _check_newest_good(catalog, seen, facts, doomed) if doomed else None
-    if problem is not None:
-        doomed = []
+    doomed = doomed if problem is None else []
     replaced = _replaced(catalog, seen, [f.commit for f in facts if f.commit not in doomed], leased)
     gone: tuple[CommitId, ...] = ()
     freed = 0
     failed = _failed(seen, given_up, incarnation)
     if not dry_run and (doomed or replaced or failed):
-        gone, freed = _bury_all(tier, doomed, replaced, failed, incarnation, seen, clock)
-        seen = catalog.snapshot()
-    now_s = clock.wall()
-    due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=now_s, grace_s=grace_s)
+        gone, freed = _bury_all(tier, doomed, replaced, failed, incarnation, seen, observer, clock)
+        seen, held = catalog.snapshot(), observer.look(tier)
+    due = belief.debris(seen.listing, own_incarnation=incarnation, now_s=clock.wall(), grace_s=grace_s)
     stones = [commit for commit in due if seen.listing.attempts[commit].tombstones]
-    deleted, size = _delete_all(tier, seen, stones, incarnation, dry_run=dry_run)
+    deleted, size = _delete_all(tier, seen, stones, incarnation, held, dry_run=dry_run)
+    useless = held.useless(set(seen.listing.attempts) - set(deleted))
+    files = [] if dry_run else leases.remove_useless(tier, useless)
     if not dry_run:
-        _remove_empty_steps(tier, seen)
-    uncommitted = tuple(sorted({*doomed, *replaced}))
-    return Swept(uncommitted=uncommitted, deleted=gone + deleted, freed_bytes=freed + size, problem=problem)
+        leftovers.remove_empty_steps(tier, seen)
+    return Swept(
+        uncommitted=tuple(sorted({*doomed, *replaced})),
+        deleted=gone + deleted,
+        freed_bytes=freed + size,
+        files=tuple(files),
+        problem=problem,
+    )
+
+
+def _acknowledged(
+    views: Iterable[CommitView], incarnation: int, acknowledged: Collection[CommitId] | None
+) -> list[CommitView]:
+    """Leave out those of the own incarnation that nobody was told of."""
+    if acknowledged is None:
+        return list(views)
+    return [view for view in views if view.commit.incarnation < incarnation or view.commit in acknowledged]
 
 
 def _bury_all(
@@ -160,13 +173,14 @@ def _bury_all(
     failed: Iterable[CommitId],
     incarnation: int,
     seen: Snapshot,
+    observer: Observer,
     clock: Clock,
 ) -> tuple[tuple[CommitId, ...], int]:
     """Un-commit what the rule does not name, what a newer attempt has replaced, and what was given up; as `take_away`."""
     gone: tuple[CommitId, ...] = ()
     freed = 0
     for commit in doomed:
-        taken, size = take_away(tier, commit, incarnation, "retention", seen, clock)
+        taken, size = take_away(tier, commit, incarnation, "retention", seen, observer, clock)
         gone, freed = gone + taken, freed + size
     for commit, by in replaced.items():
         tier.sync_tree(paths.checkpoint_dir(by))  # seen is not durable: a power cut must not take both
@@ -204,6 +218,8 @@ def sweep(
     grace_s: float = 0.0,
     set_aside: bool = False,
     plans_in_use: Collection[str] | None = None,
+    observer: Observer | None = None,
+    ignore_leases: bool = False,
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Swept:
@@ -218,6 +234,8 @@ def sweep(
         set_aside: Also whole checkpoints that a rollback set aside; else they stay, for whoever wants them back.
         plans_in_use: Digests of plans that will be used again without being stored again. None: not known; then no plan
             goes.
+        observer: See `retire`.
+        ignore_leases: No reader is alive: their leases hold nothing, and go.
         dry_run: Only say what would go.
         clock: Time.
 
@@ -236,9 +254,13 @@ def sweep(
         grace_s=grace_s,
         set_aside=set_aside,
     )
-    deleted, freed = _delete_all(tier, seen, due, incarnation, dry_run=dry_run)
+    held = (observer or Observer(clock)).look(tier)
+    held = held.ended() if ignore_leases else held
+    deleted, freed = _delete_all(tier, seen, due, incarnation, held, dry_run=dry_run)
     left = set(seen.listing.attempts) - set(deleted)
-    gone_plans = _unused_plans(catalog, seen, left, plans_in_use) if plans_in_use is not None else []
+    useless = held.useless(left)
+    forgotten = [view.path for view in useless]
+    gone_plans = leftovers.unused_plans(catalog, seen, left, plans_in_use) if plans_in_use is not None else []
     orphans = [paths.quarantine(commit) for commit in seen.quarantined if commit not in left]
     temporaries: list[str] = []
     if not dry_run:
@@ -246,9 +268,11 @@ def sweep(
             tier.delete(paths.plan(digest))
         for path in orphans:
             tier.delete(path)
-        temporaries = _sweep_temporaries(tier, left)
-        _remove_empty_steps(tier, seen)
-    return Swept(deleted=deleted, freed_bytes=freed, plans=tuple(gone_plans), files=(*orphans, *temporaries))
+        forgotten = leases.remove_useless(tier, useless)
+        temporaries = leftovers.sweep_temporaries(tier, left)
+        leftovers.remove_empty_steps(tier, seen)
+    files = (*orphans, *forgotten, *temporaries)
+    return Swept(deleted=deleted, freed_bytes=freed, plans=tuple(gone_plans), files=files)
 
 
 def discard(tier: Tier, commit: CommitId) -> None:
@@ -272,6 +296,7 @@ def make_room(
     incarnation: int,
     live: Collection[CommitId] | None = None,
     leased: Collection[CommitId] = (),
+    observer: Observer | None = None,
     given_up: Collection[CommitId] = (),
     clock: Clock = SYSTEM_CLOCK,
 ) -> Room:
@@ -279,7 +304,7 @@ def make_room(
 
     First debris goes, and what was given up or un-committed, its grace time notwithstanding; then, oldest first and only as far as
     needed, what the keep rule would let go once the new save is committed. The newest good checkpoint always stays, and
-    so do pinned ones.
+    so do pinned ones, and those that somebody reads.
 
     Args:
         tier: Where the run directory is.
@@ -288,6 +313,7 @@ def make_room(
         incarnation: Who does it; only the newest may.
         live: See `sweep`; the attempt that needs the room is among them.
         leased: See `retire`.
+        observer: See `retire`.
         given_up: See `retire`.
         clock: Time.
 
@@ -299,11 +325,12 @@ def make_room(
     if _fits(tier, needed_bytes):
         return Room(needed_bytes=needed_bytes, free_bytes=tier.free_bytes(), swept=Swept())
     failed, freed = _delete_given_up(tier, given_up, incarnation, clock)
-    swept = sweep(tier, incarnation=incarnation, live=live, grace_s=0.0, set_aside=True, clock=clock)
+    observer = observer or Observer(clock)
+    swept = sweep(tier, incarnation=incarnation, live=live, grace_s=0.0, set_aside=True, observer=observer, clock=clock)
     catalog = Catalog(tier, clock=clock)
     seen = catalog.snapshot()
-    views = catalog.commits(seen)
-    facts = facts_of(views, leased=leased)
+    leased = {*leased, *observer.look(tier).held(seen.listing.attempts)}
+    facts = facts_of(catalog.commits(seen), leased=leased)
     coming = CommitFacts(
         commit=CommitId(max((f.commit.step for f in facts), default=0) + 1, incarnation, 0), created_s=clock.wall()
     )
@@ -315,7 +342,7 @@ def make_room(
         if _fits(tier, needed_bytes):
             break
         for buried in _uncommit_for_room(tier, commit, incarnation, seen, clock):
-            gone, size = _delete_all(tier, seen, [buried], incarnation, dry_run=False)
+            gone, size = _delete_all(tier, seen, [buried], incarnation, observer.look(tier), dry_run=False)
             deleted.extend(gone)
             freed += size
         uncommitted.append(commit)
@@ -343,11 +370,19 @@ def _delete_given_up(
             _bury(tier, commit, incarnation, "it was given up", clock)
         except StorageFullError:
             break  # a manifest that comes late cannot be written either
-    return _delete_all(tier, seen, failed, incarnation, dry_run=False)
+    return _delete_all(tier, seen, failed, incarnation, NO_LEASES, dry_run=False)  # nobody reads what has no manifest
 
 
-def delete_bytes(tier: Tier, commits: Iterable[CommitId], *, incarnation: int) -> tuple[tuple[CommitId, ...], int]:
+def delete_bytes(
+    tier: Tier, commits: Iterable[CommitId], *, incarnation: int, observer: Observer | None
+) -> tuple[tuple[CommitId, ...], int]:
     """Delete the bytes of un-committed checkpoints at once, as long as no newer incarnation appears.
+
+    Args:
+        tier: Where the run directory is.
+        commits: Which.
+        incarnation: Who does it; only the newest may.
+        observer: See `retire`; but None: also under the hands of readers.
 
     Returns:
         What went, and how many bytes that freed.
@@ -358,7 +393,8 @@ def delete_bytes(tier: Tier, commits: Iterable[CommitId], *, incarnation: int) -
     seen = Catalog(tier).snapshot()
     believed = set(belief.believed(seen.listing)) | set(belief.shadowed(seen.listing))
     doomed = [commit for commit in commits if commit in seen.listing.attempts and commit not in believed]
-    return _delete_all(tier, seen, doomed, incarnation, dry_run=False)
+    held = NO_LEASES if observer is None else observer.look(tier)
+    return _delete_all(tier, seen, doomed, incarnation, held, dry_run=False)
 
 
 def _uncommit(
@@ -374,9 +410,17 @@ def _bury(tier: Tier, commit: CommitId, incarnation: int, reason: str, clock: Cl
 
 
 def take_away(
-    tier: Tier, commit: CommitId, incarnation: int, reason: str, seen: Snapshot, clock: Clock = SYSTEM_CLOCK
+    tier: Tier,
+    commit: CommitId,
+    incarnation: int,
+    reason: str,
+    seen: Snapshot,
+    observer: Observer | None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[tuple[CommitId, ...], int]:
     """Un-commit a step; where storage is so full that not even a tombstone fits, delete it at once.
+
+    `observer` as for `delete_bytes`; where a tombstone does not fit, no new lease does.
 
     Returns:
         What was deleted, and how many bytes that freed.
@@ -384,7 +428,8 @@ def take_away(
     try:
         _uncommit(tier, commit, incarnation, reason, seen, clock)
     except StorageFullError:
-        return _delete_all(tier, seen, _with_manifest(seen, commit.step), incarnation, dry_run=False)
+        held = NO_LEASES if observer is None else observer.look(tier)
+        return _delete_all(tier, seen, _with_manifest(seen, commit.step), incarnation, held, dry_run=False)
     return (), 0
 
 
@@ -405,11 +450,14 @@ def _uncommit_for_room(tier: Tier, commit: CommitId, incarnation: int, seen: Sna
 
 
 def _delete_all(
-    tier: Tier, seen: Snapshot, commits: Iterable[CommitId], incarnation: int, *, dry_run: bool
+    tier: Tier, seen: Snapshot, commits: Iterable[CommitId], incarnation: int, held: Leases, *, dry_run: bool
 ) -> tuple[tuple[CommitId, ...], int]:
+    """Delete attempts, except those that leases hold which were seen after the attempts were un-committed."""
     gone, freed = [], 0
     newest = max((commit.step for commit in belief.believed(seen.listing)), default=-1)
     for commit in commits:
+        if held.on(commit) is not None:
+            continue
         if not dry_run:
             ledger.check_newest(tier, incarnation)
             # The manifest first, durably: a deletion that is cut short must not leave something that is believed.
@@ -449,42 +497,3 @@ def _what_is_wrong(catalog: Catalog, seen: Snapshot, commit: CommitId) -> Checkp
 def _fits(tier: Tier, needed_bytes: int) -> bool:
     free = tier.free_bytes()
     return free is not None and free >= needed_bytes
-
-
-def _unused_plans(catalog: Catalog, seen: Snapshot, left: Collection[CommitId], in_use: Collection[str]) -> list[str]:
-    """Plans that no manifest names. Where a manifest cannot be read, what it names is not known, and none goes."""
-    used = set(in_use)
-    for commit in left:
-        if seen.listing.attempts[commit].has_manifest:
-            try:
-                _, manifest = catalog.read_manifest(commit, run_id=seen.run.run_id if seen.run is not None else None)
-            except IntegrityError:
-                return []
-            used.add(manifest.plan_digest)
-    stored = [paths.parse_plan(entry.name) for entry in catalog.tier.list(paths.PLANS)]
-    return [digest for digest in stored if digest is not None and digest not in used]
-
-
-def _sweep_temporaries(tier: Tier, left: Collection[CommitId]) -> list[str]:
-    directories = ["", paths.INCARNATIONS, paths.PLANS, paths.PINS, paths.QUARANTINES, paths.CHECKPOINTS]
-    steps = [paths.parse_step_dir(entry.name) for entry in tier.list(paths.CHECKPOINTS) if entry.is_dir]
-    directories += [paths.step_dir(step) for step in steps if step is not None]
-    directories += [paths.checkpoint_dir(commit) for commit in sorted(left)]
-    swept = []
-    for directory in directories:
-        for name in tier.sweep_temporaries(directory, older_than_s=TEMPORARY_AGE_S):
-            swept.append(f"{directory}/{name}" if directory else name)
-    return swept
-
-
-def _remove_empty_steps(tier: Tier, seen: Snapshot) -> None:
-    """Remove directories of steps that have no attempt left, below all steps that somebody could still write.
-
-    Steps only grow within an incarnation, so nobody makes an attempt below the newest committed step.
-    """
-    newest = max((commit.step for commit in belief.believed(seen.listing)), default=-1)
-    filled = {commit.step for commit in seen.listing.attempts}
-    for entry in tier.list(paths.CHECKPOINTS):
-        step = paths.parse_step_dir(entry.name)
-        if step is not None and entry.is_dir and step < newest and step not in filled:
-            tier.delete_if_empty(paths.step_dir(step))

@@ -23,7 +23,7 @@ OPTIONS = {
     "config": [],
     "config show": ["--file", "--json"],
     "diff": ["RUN", "BEFORE", "AFTER", "--exit-code", "--json"],
-    "gc": ["RUN", "--dry-run", "--grace-s", "--job-ended", "--json", "--set-aside"],
+    "gc": ["RUN", "--dry-run", "--grace-s", "--ignore-leases", "--job-ended", "--json", "--set-aside"],
     "ls": ["RUN", "--all", "--json"],
     "pin": ["RUN", "STEP...", "--json", "--note"],
     "rm": ["RUN", "STEP...", "--force", "--json", "--now"],

@@ -20,6 +20,7 @@ def test_the_layout_of_a_run_directory() -> None:
     assert paths.tombstone(3) == "tombstone-3.json"
     assert paths.quarantine(COMMIT) == "quarantine/000000010-3-0.json"
     assert paths.pin(10) == "pins/000000010.json"
+    assert paths.lease(10, "0a" * 16) == f"leases/000000010-{'0a' * 16}.json"
 
 
 @pytest.mark.parametrize("step", [0, 10, 9900, 10000, 999_999_999, 1_000_000_000, 2**63 - 1])
@@ -29,6 +30,7 @@ def test_steps_come_back(step: int) -> None:
     assert (paths.parse_step_dir(directory), paths.parse_attempt_dir(attempt)) == (step, (2, 1))
     assert paths.parse_pin(paths.pin(step).split("/")[1]) == step
     assert paths.parse_quarantine(paths.quarantine(commit).split("/")[1]) == commit
+    assert paths.parse_lease(paths.lease(step, "0a" * 16).split("/")[1]) == (step, "0a" * 16)
 
 
 def test_files_come_back() -> None:
@@ -52,6 +54,7 @@ def test_other_names_are_no_steps(name: str) -> None:
     assert paths.parse_step_dir(name) is None
     assert paths.parse_attempt_dir(name) is None
     assert paths.parse_pin(name + ".json") is None
+    assert paths.parse_lease(f"{name}-{'0a' * 16}.json") is None
 
 
 @pytest.mark.parametrize("name", ["3-0.tmp", "03-0", "3-00", "3--0", "3", "-0", "3-0\n", "3-0-1", "a-b", f"{2**63}-0"])
@@ -87,3 +90,12 @@ def test_only_numbers_and_digests_become_paths() -> None:
     for bad in ("", "../../etc/passwd", "A" * 64, "0" * 64 + "\n"):
         with pytest.raises(ValueError):
             paths.plan(bad)
+
+
+@pytest.mark.parametrize(
+    "reader", ["", "0a", "0A" * 16, "0a" * 16 + "0", "../" * 10 + "aa", "0a" * 15 + "a\n", "0a" * 15 + "/a"]
+)
+def test_a_lease_is_named_by_hex_digits_only(reader: str) -> None:
+    with pytest.raises(ValueError, match="32 lower-case hex digits"):
+        paths.lease(10, reader)
+    assert paths.parse_lease(f"000000010-{reader}.json") is None

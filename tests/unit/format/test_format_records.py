@@ -61,6 +61,19 @@ def manifest(**changes: Any) -> records.Manifest:
     return records.Manifest(**(fields | changes))
 
 
+def lease(**changes: Any) -> records.Lease:
+    fields: dict[str, Any] = {
+        "commit": COMMIT,
+        "reader": "0a" * 16,
+        "host": "é",
+        "pid": 7,
+        "lease_s": 600.0,
+        "renewals": 3,
+        "created_s": 1.0,
+    }
+    return records.Lease(**(fields | changes))
+
+
 def test_records_come_back() -> None:
     run = records.RunInfo(run_id="r", created_s=1.0, library="0")
     assert records.decode_run(records.encode_run(run)) == run
@@ -74,6 +87,7 @@ def test_records_come_back() -> None:
     assert records.decode_pin(records.encode_pin(pin), path="p") == pin
     quarantine = records.Quarantine(commit=COMMIT, incarnation=3, created_s=1.0, reason="r", path="x")
     assert records.decode_quarantine(records.encode_quarantine(quarantine), path="p") == quarantine
+    assert records.decode_lease(records.encode_lease(lease()), path="p") == lease()
     node = node_record()
     assert records.decode_node_record(records.encode_node_record(node), path="p") == node
     whole = manifest(metrics={"loss": 0.1, "best": -0.0}, final=True, tags=("a", "b"))
@@ -100,6 +114,41 @@ def test_writers_sort() -> None:
 def test_fields_of_later_writers_are_skipped() -> None:
     body = document.unseal("pin", records.encode_pin(records.Pin(step=1, created_s=1.0)), path="p")
     assert records.decode_pin(document.seal("pin", body | {"colour": "red"}), path="p").step == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reader": ""},
+        {"reader": "../../etc/passwd"},
+        {"reader": "0A" * 16},
+        {"reader": "0a" * 16 + "\n"},
+        {"reader": "0a" * 17},
+        {"host": "h" * 256},
+        {"host": 5},
+        {"pid": -1},
+        {"pid": 2**60},
+        {"lease_s": 0.99},
+        {"lease_s": 86401},
+        {"lease_s": -1e308},
+        {"lease_s": "600"},
+        {"lease_s": None},
+        {"renewals": -1},
+        {"renewals": 1.5},
+        {"renewals": True},
+        {"commit": None},
+        {"commit": {"step": -1, "incarnation": 1, "attempt": 0}},
+        {"commit": {"step": 2**60, "incarnation": 1, "attempt": 0}},
+        {"commit": {"step": 1}},
+        {"created_s": -1},
+    ],
+)
+def test_leases_out_of_bounds_are_refused(change: dict[str, Any]) -> None:
+    body = document.unseal("lease", records.encode_lease(lease()), path="p")
+    with pytest.raises(ManifestError, match="p"):
+        records.decode_lease(document.seal("lease", body | change), path="p")
+    with pytest.raises(ValueError, match="at most 4096 bytes"):
+        document.seal("lease", body | {"more": "x" * 4096})
 
 
 BAD_NODES: list[dict[str, Any]] = [

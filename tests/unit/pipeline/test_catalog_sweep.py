@@ -10,7 +10,7 @@ from run_dirs import RunDir, flip
 
 from safehold.errors import IntegrityError, StorageError, StorageFullError, SupersededError
 from safehold.format import paths
-from safehold.pipeline import ledger, sweep
+from safehold.pipeline import ledger, leftovers, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.policy.retention import Best, Keep
 from safehold.testing.fake_tier import FakeTier
@@ -82,7 +82,7 @@ def test_a_superseded_job_deletes_nothing(run: RunDir):
         lambda: sweep.retire(run.tier, Keep(last=1), incarnation=old, grace_s=0.0, clock=run),
         lambda: sweep.sweep(run.tier, incarnation=old, live=(), clock=run),
         lambda: sweep.make_room(run.tier, 1 << 60, keep=Keep(last=1), incarnation=old, clock=run),
-        lambda: sweep.delete_bytes(run.tier, [CommitId(10, 1, 0)], incarnation=old),
+        lambda: sweep.delete_bytes(run.tier, [CommitId(10, 1, 0)], incarnation=old, observer=None),
     ):
         with pytest.raises(SupersededError):
             action()
@@ -312,7 +312,7 @@ def test_sweep_takes_unused_plans_only_if_it_knows_all_that_are_used(run: RunDir
 
 def test_sweep_takes_our_stale_temporaries_and_nothing_else(run: RunDir):
     commit = run.save(10)
-    old = time.time() - 2 * sweep.TEMPORARY_AGE_S
+    old = time.time() - 2 * leftovers.TEMPORARY_AGE_S
     ours = [run.root / ".tmp-1-aa", run.root / "incarnations" / ".tmp-2-bb", run.path(commit, ".tmp-3-cc")]
     others = [run.root / "notes.txt", run.root / "checkpoints" / "000000010.backup", run.root / ".cache"]
     for file in (*ours, *others):
