@@ -4,8 +4,8 @@
         job.until("step 8")
         job.kill_host(2)
 
-Each host has a `compute` and a `storage` network, a host name, processes, /dev/shm, a runtime directory and a flash of its own. The rest of the file
-system is the machine's, `Hosts.shared` is a directory for all. Needs root and iproute2. docs/testing.md has more.
+Each host has a `compute` and a `storage` network, a host name, processes, /dev/shm, a runtime directory and a flash of its own. The rest of
+the file system is the machine's, `Hosts.shared` is a directory for all. Needs root and iproute2. docs/testing.md has more.
 """
 
 from __future__ import annotations

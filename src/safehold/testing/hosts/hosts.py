@@ -59,6 +59,7 @@ class Host:
             [str(self.flash), str(FLASH)],
             [str(self.runtime), str(RUNTIME)],
             [str(self._hosts.names_file), "/etc/hosts"],
+            [str(self._hosts.lookup_file), "/etc/nsswitch.conf"],
             [str(self.directory / "boot_id"), "/proc/sys/kernel/random/boot_id"],
         ]
         return {"make": "host", "name": self.name, "binds": binds, "hidden": [str(self._hosts.private)]}
@@ -163,13 +164,13 @@ class Host:
             output.seek(0)
             return subprocess.CompletedProcess(list(args), code, output.read().decode(errors="replace"), "")
 
-    def socket(self) -> socket.socket:
+    def open_socket(self) -> socket.socket:
         """Return a new TCP socket that lives in this host's network, for use right here."""
-        return self._first.socket()
+        return self._first.open_socket()
 
     def listen(self, port: int, name: NetworkName | None = None) -> socket.socket:
         """Return a socket that listens in this host, in one of its networks or (None) all; port 0: a free one."""
-        found = self.socket()
+        found = self.open_socket()
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(("0.0.0.0" if name is None else self.address(name), port))
@@ -181,7 +182,7 @@ class Host:
 
     def reaches(self, other: Host, name: NetworkName = "compute", *, timeout_s: float = 0.5) -> bool:
         """Return whether packets go from here to another host and back."""
-        return network.reachable(self.socket, (other.address(name), 9), timeout_s)
+        return network.reachable(self.open_socket, (other.address(name), 9), timeout_s)
 
     def pids(self) -> list[int]:
         """Numbers, outside, of all processes in this host but the first."""
@@ -291,10 +292,11 @@ class Hosts:
         with contextlib.ExitStack() as stack:
             self.root = leftovers.take(root, stack)
             self.private, self.shared = self.root / "hosts", self.root / "shared"
-            self.names_file = self.root / "names"
+            self.names_file, self.lookup_file = self.root / "names", self.root / "lookup"
             self.private.mkdir(mode=0o700)
             self.shared.mkdir(mode=0o700)
             self.names_file.touch()
+            self.lookup_file.write_text("passwd: files\ngroup: files\nhosts: files\n")  # no DNS: nobody would answer
             self.zygote = zygote or Zygote()
             if zygote is None:
                 stack.callback(self.zygote.close)
@@ -360,5 +362,7 @@ class Hosts:
         """Write the file that hosts have for `/etc/hosts`; in place, since it is mounted."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for host in self._hosts:
-            lines += [f"{host.address()} {host.name}", f"{host.address('storage')} {host.name}-storage"]
+            for name in NETWORKS:
+                suffix = "" if name == "compute" else f"-{name}"
+                lines.append(f"{host.cables[name].address} {host.name}{suffix}")
         self.names_file.write_text("\n".join(lines) + "\n")

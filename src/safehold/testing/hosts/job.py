@@ -5,8 +5,8 @@
         job.kill_host(1)
         codes = job.wait(60)
 
-Invariants: every wait has a deadline and shows what the ranks printed; whatever was started is killed when the block ends (agents, which are no ranks,
-live on as long as their host).
+Invariants: every wait has a deadline and shows what the ranks printed; whatever was started is killed when the block ends (agents, which
+are no ranks, live on as long as their host).
 """
 
 from __future__ import annotations
@@ -250,7 +250,11 @@ def run_job(
             for local_rank in range(ranks_per_host):
                 variables = _torchrun_variables(nodes, ranks_per_host, group_rank, local_rank, port)
                 process = host.popen(
-                    command, env={**variables, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, fork=fork
+                    command,
+                    env={**variables, **(env or {})},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    fork=fork,
                 )
                 job.add(group_rank * ranks_per_host + local_rank, host, process)
     except BaseException:

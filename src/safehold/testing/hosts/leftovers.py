@@ -15,7 +15,7 @@ from pathlib import Path
 from safehold.host.process import find, start_ticks
 
 MARK = "owner.json"
-_OWN = ("hosts", "shared", "names", MARK)
+_OWN = ("hosts", "shared", "names", "lookup", MARK)
 
 
 def own_directory() -> Path:

@@ -1,6 +1,7 @@
-"""This side of zygote and hosts: makes them, and starts, watches and ends processes in them.
+"""The near side of zygote and hosts: makes them, and starts, watches and ends processes in them.
 
-Invariants: every wait has a deadline; a process is signalled by its pidfd, never by its number; what was started here ends with this process.
+Invariants: every wait has a deadline; a process is signalled by its pidfd, never by its number; what was started here ends with this
+process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _REFUSED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOSPC}
 
 
 class HostsUnavailableError(Exception):
-    """This machine, or this user, cannot have several hosts; the text says why and what to do."""
+    """The machine, or its user, cannot have several hosts; the text says why and what to do."""
 
 
 def translated(doing: str, said: Mapping[str, Any]) -> Exception:
@@ -82,7 +83,7 @@ class Zygote:
         Raises:
             HostsUnavailableError: Not allowed or not possible here.
         """
-        doing = f"making the {request['make']} {request['name']}"
+        doing = f"making {request['name']}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self._lock, theirs:
             if not self._ready:
@@ -168,7 +169,7 @@ def _pid_of(pidfd: int) -> int:
 
 
 class FirstProcess:
-    """This side of process 1 of a host, or of the switch; see `init`. Safe to call from several threads."""
+    """The near side of process 1 of a host, or of the switch; see `init`. Safe to call from several threads."""
 
     def __init__(self, zygote_: Zygote, request: Mapping[str, Any]) -> None:
         self.name: str = request["name"]
@@ -199,7 +200,7 @@ class FirstProcess:
         """Kill all processes of the host but the first, and wait until they are gone."""
         self._ask({"do": "kill all"}, [], init.KILL_S + ANSWER_S)
 
-    def socket(self) -> socket.socket:
+    def open_socket(self) -> socket.socket:
         """Return a new TCP socket that lives in the network of the host."""
         _, fds = self._ask({"do": "socket"}, [], ANSWER_S)
         return socket.socket(fileno=fds[0])

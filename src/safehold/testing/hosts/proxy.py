@@ -1,8 +1,8 @@
 """A TCP proxy that is slow or breaks connections off: what a bad network does, where the kernel has no netem.
 
-    with Proxy(target, listener=host.listen(7000), open_socket=other.socket, delay_s=0.2) as proxy: ...
+    with Proxy(target, listener=host.listen(7000), open_socket=other.open_socket, delay_s=0.2) as proxy: ...
 
-Listener and sockets may live in the networks of hosts (`Host.listen`, `Host.socket`), so that the proxy stands between two of them.
+Listener and sockets may live in the networks of hosts (`Host.listen`, `Host.open_socket`), so that the proxy stands between two of them.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
 """Forks hosts: a process that has imported what their processes need, so that a rank starts in milliseconds.
 
 Three kinds of process come from it, all by fork: a *switch*, which has a network namespace; a *host*, which is process 1 of its own
-process namespace and has network, host name, mounts and IPC of its own; and programs, which a host forks (`init`). Requests are JSON over a Unix
-socket, with descriptors beside them:
+process namespace and has network, host name, mounts and IPC of its own; and programs, which a host forks (`init`). Requests are JSON over a
+Unix socket, with descriptors beside them:
 
     -> {"make": "host" or "switch", "name": ..., "binds": ...} + [the new process's control socket]
     <- {"pid": 123} + [its pidfd], or {"error": ..., "errno": ...}
 
-Invariants: the process that forks has one thread. Every process that was made here watches the process that asked for it (by a pidfd) and ends with
-it, so that nothing is left behind even after SIGKILL: with process 1 the kernel ends a host's processes, with the last of them its network.
+Invariants: the process that forks has one thread. Every process that was made here watches the process that asked for it (by a pidfd) and
+ends with it, so that nothing is left behind even after SIGKILL: with process 1 the kernel ends a host's processes, with the last of them
+its network.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import select
 import signal
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from safehold.testing.hosts import init, kernel
@@ -29,20 +30,23 @@ HOST_FLAGS = (
     kernel.NEW_NETWORK | kernel.NEW_HOST_NAME | kernel.NEW_MOUNTS | kernel.NEW_IPC | kernel.NEW_PROCESSES
 )  # the user namespace stays: root here is root there
 
-Program = Callable[[], int]
+Program = init.Program
 
 
 def main(control_fd: int, owner: int, preload: list[str]) -> Program | None:
     """Serve until the owner is gone; in a forked program, return what it shall run."""
     for name in preload:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared: no collection in a fork touches it
     kernel.name_process("safehold-zygote")
     kernel.adopt_orphans()
     control = socket.socket(fileno=control_fd)
     owner_fd = os.pidfd_open(owner)
     control.send(b"{}")
     while True:
-        ready, _, _ = select.select([control, owner_fd], [], [], 1.0)
+        sources: list[socket.socket | int] = [control, owner_fd]
+        ready, _, _ = select.select(sources, [], [], 1.0)
         _reap()
         if owner_fd in ready:
             return None
