@@ -120,8 +120,10 @@ def test_a_cut_is_silent_and_heals(two_hosts: Hosts) -> None:
 
 def test_a_network_parts_into_groups(four_hosts: Hosts) -> None:
     four_hosts.part("compute", [0, 1], [2, 3])
-    reached = {(x.index, y.index) for x in four_hosts for y in four_hosts if x.reaches(y, timeout_s=0.05)}
-    assert reached == {(x, y) for group in ({0, 1}, {2, 3}) for x in group for y in group}
+    for x in four_hosts:
+        for y in four_hosts:
+            together = x.index // 2 == y.index // 2
+            assert x.reaches(y, timeout_s=5.0 if together else 0.05) == together
     assert four_hosts[0].reaches(four_hosts[2], "storage")
     four_hosts.heal("compute")
     assert four_hosts[0].reaches(four_hosts[2])
@@ -142,12 +144,12 @@ def transfer_s(a: Host, b: Host, num_bytes: int) -> float:
 
 def test_a_throttle_limits_both_directions(two_hosts: Hosts) -> None:
     a, b = two_hosts
-    assert transfer_s(a, b, 4 * MIB) < 0.3
+    assert min(transfer_s(a, b, 4 * MIB) for _ in range(3)) < 0.3
     b.throttle("storage", 8 * MIB)
     for x, y in ((a, b), (b, a)):
-        assert 0.3 < transfer_s(x, y, 4 * MIB) < 1.0  # 0.5 s by the rate
+        assert 0.3 < transfer_s(x, y, 4 * MIB) < 2.0  # 0.5 s by the rate
     b.heal("storage")
-    assert transfer_s(a, b, 4 * MIB) < 0.3
+    assert min(transfer_s(a, b, 4 * MIB) for _ in range(3)) < 0.3
 
 
 def test_a_lost_host_is_silent_and_nothing_of_it_survives(two_hosts: Hosts) -> None:
@@ -227,7 +229,7 @@ def test_a_proxy_delays_and_breaks_connections_between_hosts(two_hosts: Hosts) -
                 with there:
                     here.sendall(b"ping")
                     assert there.recv(10) == b"ping"
-                    assert 0.1 <= time.monotonic() - begun < 1.0
+                    assert 0.1 <= time.monotonic() - begun < 4.0
                     proxy.delay_s = 0.0
                     there.sendall(b"pong")
                     assert here.recv(10) == b"pong"
@@ -244,7 +246,8 @@ def test_a_job_has_torchruns_variables_and_an_all_reduce(four_hosts: Hosts) -> N
             f"host-{rank} local 0 of 1, group {rank}: sum 70.0 e" for rank in range(4)
         ]
         assert "[host-2 rank 2] host-2 local 0 of 1, group 2: sum 70.0 e" in job.text.splitlines()
-    assert sorted(heard) == sorted(line for line in job.text.splitlines() if "@timeline" not in line)
+        assert job.until("* saved 7", rank=3) == "* saved 7"
+    assert heard == job.text.splitlines()
     assert [(moment.host, moment.what) for moment in four_hosts.timeline.events].count((3, "saved")) == 1
 
 
@@ -276,13 +279,14 @@ def test_a_late_job_is_shown_and_killed(two_hosts: Hosts, tmp_path: Path) -> Non
     script.write_text("import os, time\nprint('here', flush=True)\ntime.sleep(100 * int(os.environ['RANK']))\n")
     with run_job(two_hosts, 1, script) as job:
         job.until("here", rank=1)
+        assert job.ranks[0].process.wait(10) == 0
         with pytest.raises(TimeoutError, match=r"(?s)^host-1 rank 1 still ran.*\[host-0 rank 0\] here"):
             job.wait(0.3)
         assert job.wait(1) == [0, -signal.SIGKILL]
     with run_job(two_hosts, 1, script, on=[1, 0]) as job:
         job.until("here")
         job.kill_host(0)
-        assert job.wait(5) == [0, -signal.SIGKILL]
+        assert job.wait(20) == [0, -signal.SIGKILL]
         with pytest.raises(TimeoutError, match="nobody printed 'there' before all ranks had ended"):
             job.until("there")
 

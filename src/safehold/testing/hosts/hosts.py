@@ -180,7 +180,7 @@ class Host:
             raise
         return found
 
-    def reaches(self, other: Host, name: NetworkName = "compute", *, timeout_s: float = 0.5) -> bool:
+    def reaches(self, other: Host, name: NetworkName = "compute", *, timeout_s: float = 5.0) -> bool:
         """Return whether packets go from here to another host and back."""
         return network.reachable(self.open_socket, (other.address(name), 9), timeout_s)
 
@@ -334,8 +334,9 @@ class Hosts:
         self._stack.close()
 
     def _close_hosts(self) -> None:
-        for host in self._hosts:
-            host.close()
+        with contextlib.ExitStack() as stack:  # all of them, even if one does not end
+            for host in self._hosts:
+                stack.callback(host.close)
 
     def replace(self, index: int) -> Host:
         """Put a fresh host in the place of one, which is killed if it is not yet; returns it."""

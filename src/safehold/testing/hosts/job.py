@@ -206,12 +206,13 @@ class Job:
             moment = timeline.heard(line, entry.host.index)
             if moment is not None:
                 self._hosts.timeline.put(moment)
+                line = f"* {moment.what} {moment.detail}".rstrip()
             headed = f"[{entry.label}] {line}"
             with self._changed:
                 entry.lines.append(line)
                 self._said.append(headed)
                 self._changed.notify_all()
-            if self._echo is not None and moment is None:
+            if self._echo is not None:
                 self._echo(headed)
 
 
