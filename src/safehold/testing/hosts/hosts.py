@@ -194,10 +194,10 @@ class Host:
         """Lose the node: its cables first (so that nobody hears its connections end), then all processes, flash and runtime directory."""
         if not self.alive:
             return
-        self._hosts.timeline.add(self.index, "killed")
-        self.alive = False
         self._hosts.switch.unplug(self.cables.values())
         self._first.kill()
+        self.alive = False
+        self._hosts.timeline.add(self.index, "killed")  # no process of it tells anything later
         shutil.rmtree(self.directory)
 
     def replace(self) -> Host:
@@ -206,13 +206,13 @@ class Host:
 
     def crash_processes(self) -> None:
         """Kill all processes at once and wait until they are gone; flash and what lies in /dev/shm stay."""
-        self._hosts.timeline.add(self.index, "crashed")
         self._first.kill_all()
+        self._hosts.timeline.add(self.index, "crashed")
 
     def pause(self) -> None:
         """Stop all processes (SIGSTOP), in one step."""
-        self._hosts.timeline.add(self.index, "paused")
         self._first.signal_all(signal.SIGSTOP)
+        self._hosts.timeline.add(self.index, "paused")
 
     def resume(self) -> None:
         """Undo `pause`."""
