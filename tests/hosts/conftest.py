@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from safehold.testing.hosts import Hosts, HostsUnavailableError, Zygote
+
+PRELOAD = ("torch", "torch.distributed", "numpy", "safehold", "safehold.checkpointer", "safehold.trainer.saver")
+
+
+@pytest.fixture(scope="session")
+def host_zygote() -> Iterator[Zygote]:
+    """The process that hosts and their ranks are forked from."""
+    found = Zygote(PRELOAD)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def four_hosts(host_zygote: Zygote, tmp_path: Path) -> Iterator[Hosts]:
+    """Four hosts of this test's own."""
+    with hosts_or_skip(4, host_zygote, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def two_hosts(host_zygote: Zygote, tmp_path: Path) -> Iterator[Hosts]:
+    """Two hosts of this test's own."""
+    with hosts_or_skip(2, host_zygote, tmp_path) as found:
+        yield found
+
+
+def hosts_or_skip(num: int, zygote: Zygote, root: Path) -> Hosts:
+    """Make hosts; where that is not possible, a build server fails and a developer's machine skips."""
+    try:
+        return Hosts(num, root=root / "hosts", zygote=zygote)
+    except HostsUnavailableError as exc:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(exc))
+        pytest.skip(str(exc))
