@@ -31,7 +31,7 @@ class Proxy:
     def __init__(self, target: Address) -> None:
         self.target = target
         self.cut_after: Callable[[], int] | None = None
-        self.num_connections = self.num_cuts = 0
+        self.num_connections = self.num_cuts = self.num_bytes = 0
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.address = Address("127.0.0.1", self._listening.getsockname()[1])
         self._lock = threading.Lock()
@@ -84,6 +84,7 @@ class Proxy:
         try:
             while data := source.recv(1 << 16):
                 sink.sendall(data[: max(0, left[0])])
+                self.num_bytes += min(len(data), max(0, left[0]))
                 left[0] -= len(data)
                 if left[0] <= 0:
                     self.num_cuts += 1
