@@ -22,7 +22,7 @@ from safehold.agent.net.answers import RETRIED, error_of, facts_of, unreachable
 from safehold.agent.net.identity import Identity
 from safehold.agent.net.streams import BrokenError, Stream
 from safehold.agent.net.transfer import Filler
-from safehold.errors import CheckpointError, ChecksumError, DeadlineError, TornFileError
+from safehold.errors import AgentUnavailableError, CheckpointError, ChecksumError, DeadlineError, TornFileError
 from safehold.format.crc import crc
 
 T = TypeVar("T")
@@ -152,6 +152,8 @@ class BulkClient:
                     return go(stream)
             except BrokenError as exc:
                 now = time.monotonic()
+                if self._closed:
+                    raise AgentUnavailableError("the network of this node was closed", node=self.node) from exc
                 if progress() > moved:
                     moved, moved_at, failures = progress(), now, 0
                 if now >= deadline:

@@ -69,11 +69,6 @@ class PeerClient:
         """Why the peer is lost, if it is."""
         return self.sender.lost
 
-    def move(self, address: Address) -> None:
-        """The peer is somewhere else now; in the loop."""
-        self.bulk.address = address
-        self.sender.move(address)
-
     def close(self) -> None:
         """Drop what waits, break what is under way; in the loop."""
         self.sender.stop()

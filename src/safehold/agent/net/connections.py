@@ -48,7 +48,7 @@ class Guest:
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock, self.address = sock, address
-        self.known = False
+        self.known = self.begun = False
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -124,6 +124,7 @@ class Lobby:
                 await asyncio.sleep(ACCEPT_RETRY_S)  # out of descriptors, say: that passes
                 continue
             self._arrived(Guest(sock, str(peer[0])))
+            await asyncio.sleep(0)  # accepting does not wait while somebody is there; others have their turn
 
     def _arrived(self, guest: Guest) -> None:
         self._guests[guest] = self._strangers[guest] = None
@@ -132,9 +133,7 @@ class Lobby:
             self._refuse(oldest, "crowd", "too many connections at once have not shown the token")
         if len(self._guests) > self._limits.max_connections:
             self._refuse(guest, "connections", f"more than {self._limits.max_connections} connections")
-            if guest.task is None:
-                self.left(guest)
-                guest.sock.close()
+            guest.sock.close()
             return
         try:
             tune(guest.sock)
@@ -143,8 +142,10 @@ class Lobby:
         late = "has not shown the token in time"
         guest.timer = self._loop.call_later(self._limits.header_timeout_s, self._refuse, guest, "slow", late)
         guest.task = self._loop.create_task(self._connect(guest))
+        guest.task.add_done_callback(lambda task: None if guest.begun else guest.sock.close())
 
     async def _connect(self, guest: Guest) -> None:
+        guest.begun = True  # from here on the socket is its transport's
         settings = {
             "loop": self._loop,
             "keepalive_timeout": self._limits.idle_timeout_s,
@@ -159,11 +160,8 @@ class Lobby:
         make: Callable[[], Connection] = lambda: Connection(self, guest, self._server, **settings)  # noqa: E731
         try:
             await self._loop.connect_accepted_socket(make, guest.sock, ssl=self._tls, ssl_handshake_timeout=handshake_s)
-        except (OSError, TimeoutError, asyncio.CancelledError) as exc:
+        except (OSError, TimeoutError) as exc:
             self.left(guest)
-            guest.sock.close()
-            if isinstance(exc, asyncio.CancelledError):
-                raise
             self.refusals.tell(guest.address, "handshake", str(exc) or type(exc).__name__)
 
     def welcome(self, guest: Guest) -> None:
@@ -182,7 +180,7 @@ class Lobby:
             guest.timer.cancel()
 
     def _refuse(self, guest: Guest, reason: str, text: str) -> None:
-        self._strangers.pop(guest, None)
+        self.left(guest)
         self.refusals.tell(guest.address, reason, text)
         guest.cut()
 

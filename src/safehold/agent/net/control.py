@@ -7,6 +7,7 @@ be called from any thread, all else happens in the loop's. What is lost is `outb
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from typing import Any
 
@@ -17,7 +18,7 @@ from safehold.agent.net import wire
 from safehold.agent.net.addresses import Address
 from safehold.agent.net.answers import error_of, facts_of, restarted, unreachable
 from safehold.agent.net.identity import Identity
-from safehold.agent.net.outbox import MIN_BACKOFF_S, Batch, ControlSettings, Outbox
+from safehold.agent.net.outbox import LARGE_BYTES, MIN_BACKOFF_S, Batch, ControlSettings, Outbox
 from safehold.agent.net.seam import Listeners
 from safehold.clock import new_token
 from safehold.errors import CheckpointError
@@ -126,7 +127,7 @@ class Sender:
                     continue
                 cause: object = error_of(self._node, self.address, exc.status, exc.facts)
                 self._tell_superseded(exc)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as exc:
+            except Exception as exc:  # whatever it was, the peer has not answered; without an end to it, it is lost
                 cause = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
             else:
                 failures = 0
@@ -161,7 +162,9 @@ class Sender:
         scheme = "https" if self._tls else "http"
         url = URL.build(scheme=scheme, host=self.address.host, port=self.address.port, path=wire.MESSAGES_PATH)
         limit = aiohttp.ClientTimeout(total=self._box.attempt_s(self._loop.time(), len(body)))
-        async with self._http.post(url, data=body, headers=headers, timeout=limit, allow_redirects=False) as reply:
+        # Large bodies in pieces: in one they would hold the loop, which aiohttp warns of.
+        data = body if len(body) < LARGE_BYTES else io.BytesIO(body)
+        async with self._http.post(url, data=data, headers=headers, timeout=limit, allow_redirects=False) as reply:
             text = bytearray()
             async for piece in reply.content.iter_any():
                 text += piece

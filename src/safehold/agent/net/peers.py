@@ -155,8 +155,9 @@ class Peers:
                     continue
                 if (peer := self._peers.get(node)) is None:
                     self._peers[node] = self._new_peer(node, address)
-                elif peer.sender.address != address:
-                    self._thread.post(peer.move, address)
+                elif peer.bulk.address != address:
+                    peer.bulk.address = address
+                    self._thread.post(peer.sender.move, address)
 
     def _new_peer(self, node: str, address: Address) -> PeerClient:
         return PeerClient(
