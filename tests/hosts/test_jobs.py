@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from safehold.host.runtime import list_slots
 from safehold.testing.hosts import Hosts, run_job
 
 pytestmark = pytest.mark.root
-SCRIPT = Path(__file__).parent / "today.py"
-
-
-def test_ranks_on_two_nodes_are_refused_by_name_on_all(two_hosts: Hosts) -> None:
-    with run_job(two_hosts, 1, SCRIPT, ["train", str(two_hosts.shared / "run"), "1"]) as job:
-        assert job.wait(30) == [1, 1]
-    for rank in range(2):
-        assert "the ranks are on 2 nodes; this version works on one node" in job.output(rank)
-    assert [slot for host in two_hosts for slot in list_slots(host.runtime) if slot.is_locked()] == []
+SCRIPT = Path(__file__).parent / "jobs.py"
 
 
 def test_a_save_without_an_agent_spans_hosts(two_hosts: Hosts) -> None:

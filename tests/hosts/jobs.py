@@ -1,4 +1,4 @@
-"""A small training job for `test_today`: `today.py RUN STEPS [WAIT_FOR]` saves after every step and prints what became of it.
+"""A small training job for `test_jobs`: `jobs.py RUN STEPS [WAIT_FOR]` saves after every step and prints what became of it.
 
 After its last step it waits for the file WAIT_FOR, if one is given, and saves once more.
 """
