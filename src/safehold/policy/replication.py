@@ -164,9 +164,7 @@ def lag(here: Mapping[CommitId, float], there: Collection[CommitId]) -> Lag:
         return Lag(steps=None, seconds=None, num_checkpoints=len(here))
     last = max(common)
     behind = sum(commit > last for commit in here)
-    return Lag(
-        steps=newest.step - last.step, seconds=max(0.0, here[newest] - here[last]), num_checkpoints=behind
-    )
+    return Lag(steps=newest.step - last.step, seconds=max(0.0, here[newest] - here[last]), num_checkpoints=behind)
 
 
 class Allowance:
