@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
@@ -136,10 +137,14 @@ class Copier:
         streams = [_thread(stream) for _ in range(min(settings.packs_at_once, len(files)))]
         try:
             self._await(streams)
+        except DeadlineError:
+            over.set()
+            raise
         except BaseException:
             over.set()
+            end_s = time.monotonic() + STUCK_S
             for thread in streams:
-                thread.join(STUCK_S)
+                thread.join(max(0.0, end_s - time.monotonic()))
             raise
         finally:
             for _ in movers:

@@ -36,6 +36,7 @@ class Claim:
         self._tier = tier
         self._record = record
         self._lock = threading.Lock()
+        self._removed = False
 
     @property
     def finished(self) -> frozenset[str]:
@@ -77,13 +78,14 @@ class Claim:
         """Let somebody else go on from here at once; never raises a storage error."""
         try:
             with self._lock:
-                if self.holds():
+                if not self._removed and self.holds():
                     self._write(ended=True)
         except StorageError:
             pass
 
     def remove(self) -> None:
         """Remove the records of this checkpoint up to the own one: it is committed, or discarded."""
+        self._removed = True
         for number in _numbers(self._tier, self._record.commit):
             if number <= self._record.number:
                 self._tier.delete(paths.replication(self._record.commit, number))

@@ -196,6 +196,7 @@ class _Replication:
             self._push_incarnations(here, there)
             self._remove_old_claim()
             return self._result(began, was_there=True)
+        self._put_run()  # before the claim: a directory with nothing but a claim is no run directory
         token = new_token()
         claim = self._again(lambda: replica_claim.take(self._target, self._commit, token, clock=self._clock))
         try:
@@ -295,8 +296,6 @@ class _Replication:
         self._trials.total_bytes = sum(file.size_bytes for file in files)
         for phase in replication.order(here.listing, there.listing):
             match phase:
-                case "run":
-                    self._put_run()
                 case "incarnations":
                     here, there = self._look_again(claim)
                     self._push_incarnations(here, there, always=True)

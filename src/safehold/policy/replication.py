@@ -20,11 +20,11 @@ from safehold.policy.belief import AttemptView, Listing
 from safehold.policy.retention import CommitFacts, Keep
 from safehold.types import CommitId
 
-Phase = Literal["run", "incarnations", "plan", "data", "records", "manifest"]
-"""What is written one after the other: each phase is durable before the next begins."""
+Phase = Literal["incarnations", "plan", "data", "records", "manifest"]
+"""What is written one after the other, once `run.json` is there: each phase is durable before the next begins."""
 
-EARLY: tuple[Phase, ...] = ("run", "incarnations", "plan", "data", "records", "manifest")
-LATE: tuple[Phase, ...] = ("run", "plan", "data", "records", "incarnations", "manifest")
+EARLY: tuple[Phase, ...] = ("incarnations", "plan", "data", "records", "manifest")
+LATE: tuple[Phase, ...] = ("plan", "data", "records", "incarnations", "manifest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +179,11 @@ class Allowance:
         self._free_at_s = float("-inf")
 
     def pause_s(self, now_s: float, num_bytes: int) -> float:
-        """Take so many bytes; return how long to wait before they are sent."""
+        """Take so many bytes; return how long to wait before they are sent, so that never more was sent than the rate allows."""
         if not self._rate:
             return 0.0
-        start = max(now_s, self._free_at_s)
-        self._free_at_s = start + num_bytes / self._rate
-        return start - now_s
+        self._free_at_s = max(now_s, self._free_at_s) + num_bytes / self._rate
+        return self._free_at_s - now_s
 
 
 def backoff_s(attempt: int, chance: float) -> float:
