@@ -24,7 +24,6 @@ from safehold.errors import (
     ChecksumError,
     DeadlineError,
     IntegrityError,
-    SkippedError,
     StorageError,
     TornFileError,
 )
@@ -67,7 +66,6 @@ class Copier:
         self._may_abort = may_abort
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._over = threading.Event()
 
     def copy(self, files: Sequence[DataFile]) -> None:
         """Copy all files; when it returns the packs are durable, their directory entries are not.
@@ -113,7 +111,7 @@ class Copier:
         todo: queue.SimpleQueue[DataFile] = queue.SimpleQueue()
         for file in files:
             todo.put(file)
-        over = self._over
+        over = self._trials.over
         over.clear()
         failures: list[BaseException] = []
 
@@ -178,7 +176,7 @@ class Copier:
             def run() -> None:
                 problem: BaseException | None = None
                 try:
-                    self._go_on()
+                    self._trials.check()
                     action(offset, buffer[: min(len(buffer), size_bytes - offset)])
                 except BaseException as exc:
                     problem = exc
@@ -205,15 +203,10 @@ class Copier:
             done += 1
         if failure is not None:
             raise failure
-        self._go_on()
-
-    def _go_on(self) -> None:
         self._trials.check()
-        if self._over.is_set():
-            raise SkippedError("another file of the checkpoint failed first")
 
     def _buffer(self) -> memoryview | None:
-        while not self._trials.cancelled.is_set() and not self._over.is_set():
+        while not self._trials.cancelled.is_set() and not self._trials.over.is_set():
             try:
                 return self._buffers.get(timeout=NAP_S)
             except queue.Empty:

@@ -85,10 +85,10 @@ class Claim:
 
     def remove(self) -> None:
         """Remove the records of this checkpoint up to the own one: it is committed, or discarded."""
-        self._removed = True
         for number in _numbers(self._tier, self._record.commit):
             if number <= self._record.number:
                 self._tier.delete(paths.replication(self._record.commit, number))
+        self._removed = True
 
     def _write(self, *, finished: tuple[str, ...] | None = None, ended: bool = False) -> None:
         changed = self._record.finished if finished is None else finished

@@ -26,13 +26,14 @@ from safehold.errors import (
     IntegrityError,
     ManifestError,
     StepNotFoundError,
+    StorageError,
     StorageFullError,
     SupersededError,
     TornFileError,
 )
 from safehold.format import document, paths, records
 from safehold.format.names import numbered
-from safehold.pipeline import ledger, replica_claim
+from safehold.pipeline import agreement, ledger, replica_claim
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.copying import Copier
@@ -204,17 +205,15 @@ class _Replication:
         except BaseException:
             claim.leave()
             raise
-        self._again(claim.remove)
+        try:
+            self._again(claim.remove)
+        except StorageError:
+            claim.leave()  # it is committed; the next one removes the record
         return self._result(began)
 
     def _result(self, began: float, *, was_there: bool = False) -> Replicated:
-        return Replicated(
-            commit=self._commit,
-            was_there=was_there,
-            sent_bytes=self._trials.sent_bytes,
-            kept_bytes=self._trials.kept_bytes,
-            seconds=time.monotonic() - began,
-        )
+        sent, kept, took_s = self._trials.sent_bytes, self._trials.kept_bytes, time.monotonic() - began
+        return Replicated(commit=self._commit, was_there=was_there, sent_bytes=sent, kept_bytes=kept, seconds=took_s)
 
     # Looking.
 
@@ -399,10 +398,10 @@ class _Replication:
         self._again(lambda: self._target.sync_tree(self._directory))
         for ref in checkpoint.manifest.nodes:
             path = f"{self._directory}/{paths.node_record(ref.node)}"
-            self._again(lambda node=ref.node: self._catalog.read_record(checkpoint.manifest, node))  # type: ignore[misc]
             data = self._again(lambda path=path: self._get(path, "node"))  # type: ignore[misc]
-            if document.digest(data) != ref.blake3:
-                raise TornFileError("the node record changed while it was read", path=path, step=self._commit.step)
+            what = f"the record of node {ref.node}"
+            step = self._commit.step
+            agreement.check_bytes(data, ref.size_bytes, ref.blake3, path=path, step=step, what=what)
             self._again(lambda path=path, data=data: self._target.put(path, data))  # type: ignore[misc]
 
     def _look_again(self, claim: Claim) -> tuple[Snapshot, Snapshot]:
@@ -418,7 +417,6 @@ class _Replication:
         return here, there
 
     def _commit_there(self, checkpoint: Checkpoint, claim: Claim) -> None:
-        self._again(lambda: self._target.sync_tree(self._directory))
         here, there = self._look_again(claim)
         self._push_incarnations(here, there, always=True)
         self._again(claim.check)
@@ -431,18 +429,30 @@ class _Replication:
             self._again(lambda: ledger.clear_quarantine(self._target, self._commit))
 
     def _put_new(self, path: str, data: bytes, what: str) -> None:
-        """Create a file that is never replaced; the same bytes may be there already."""
-        try:
-            self._again(lambda: self._target.put(path, data, exclusive=True))
-        except FileExistsError as exc:
+        """Create a file that is never replaced; the same bytes may be there already.
+
+        Looked for first: a store that does not refuse to create a file twice may hold a replica all the same.
+        """
+        if not self._again(lambda: self._holds(path, data, what)):
             try:
-                same = self._again(lambda: self._target.get(path, limit_bytes=len(data))) == data
-            except (TornFileError, FileNotFoundError):
-                same = False
-            if not same:
-                text = f"{what} and is never replaced"
-                raise ManifestError(text, path=path, step=self._commit.step, tier=self._target.name) from exc
-            self._again(lambda: self._target.sync_tree(path.rpartition("/")[0]))
+                self._again(lambda: self._target.put(path, data, exclusive=True))
+                return
+            except FileExistsError:
+                self._again(lambda: self._holds(path, data, what))
+        self._again(lambda: self._target.sync_tree(path.rpartition("/")[0]))
+
+    def _holds(self, path: str, data: bytes, what: str) -> bool:
+        """Whether a file is there with these bytes; refuses others."""
+        try:
+            same = self._target.get(path, limit_bytes=len(data), retry_s=0.0) == data
+        except FileNotFoundError:
+            return False
+        except TornFileError:
+            same = False
+        if not same:
+            text = f"{what} and is never replaced"
+            raise ManifestError(text, path=path, step=self._commit.step, tier=self._target.name)
+        return True
 
     def _discard(self) -> None:
         """Take away what is there of the checkpoint; the manifest first, so that it is never there in part."""

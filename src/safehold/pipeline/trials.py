@@ -76,6 +76,7 @@ class Trials:
     ) -> None:
         self.settings = settings
         self.cancelled = cancelled or threading.Event()
+        self.over = threading.Event()
         self.total_bytes = 0
         self.sent_bytes = 0
         self.kept_bytes = 0
@@ -88,10 +89,10 @@ class Trials:
         self._given_up: list[StorageError] = []
 
     def check(self) -> None:
-        """Raise if it was cancelled.
+        """Raise if it was cancelled, or if what this is a part of has failed elsewhere (`over`).
 
         Raises:
-            SkippedError: It was.
+            SkippedError: So it is.
         """
         if self.cancelled.is_set():
             raise SkippedError(

@@ -121,6 +121,24 @@ def test_fetch(run: RunDir, there: Path, tmp_path: Path, safehold):
     assert safehold("fetch", there, 30, "--to", back).code == 4
 
 
+def test_states_are_loaded_from_a_copy_and_go_on_from_a_fetched_one(there: Path, tmp_path: Path, safehold):
+    import safehold as library
+
+    state = {"w": np.arange(1000.0), "step": 7}
+    library.save(tmp_path / "first", state, step=7)
+    assert safehold("replicate", tmp_path / "first", "--to", there).code == 0
+    loaded = library.load(there, {"w": np.zeros(1000), "step": 0})
+    assert loaded["step"] == 7 and (loaded["w"] == state["w"]).all()
+    assert safehold("fetch", there, "--to", tmp_path / "second").code == 0
+    library.save(tmp_path / "second", state | {"step": 8}, step=8)
+    assert steps(tmp_path / "second") == [8, 7]
+    # It is the same run, so the copy takes what comes after.
+    assert safehold("replicate", tmp_path / "second", "--to", there).code == 0 and steps(there) == [8, 7]
+    assert library.load(there)["step"] == 8
+    done = safehold("replicate", tmp_path / "first", "--to", there)
+    assert done.code == 0 and "is there already" in done.out
+
+
 def test_fetch_brings_back_what_was_deleted_and_takes_nothing_away(run: RunDir, there: Path, safehold):
     for step in (10, 20):
         run.save(step)

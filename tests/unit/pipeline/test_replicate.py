@@ -19,7 +19,7 @@ from safehold.errors import (
     StorageFullError,
 )
 from safehold.format import paths
-from safehold.pipeline import ledger
+from safehold.pipeline import ledger, replica_claim
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.testing.fake_disk import FakeDisk
 from safehold.testing.fake_tier import FakeTier
@@ -229,3 +229,50 @@ def test_a_copy_with_what_the_source_has_lost_is_left_as_it_is(run: RunDir, ther
         copy(run, there, commit)
     after = tree(tmp_path / "there")
     assert {k: v for k, v in after.items() if not k.startswith(paths.REPLICATIONS)} == before
+
+
+def test_mending_that_was_interrupted_goes_on_where_it_was(run: RunDir, there: FakeTier, tmp_path: Path) -> None:
+    commit = save(run, 10)
+    copy(run, there, commit)
+    file = tmp_path / "there" / paths.checkpoint_dir(commit) / "00000-00000.0.safetensors"
+    size = file.stat().st_size
+    file.unlink()
+    there.fail("finish", times=-1)
+    with pytest.raises(StorageError):
+        copy(run, there, commit, settings={"retry_s": 0.0})
+    assert believed(there) == []
+    there.heal()
+    before = sent(there)
+    copy(run, there, commit)
+    assert sent(there) - before == size and is_whole(there, commit)
+
+
+def test_a_pack_that_is_being_replaced_is_vouched_for_by_nobody(run: RunDir, there: FakeTier, tmp_path: Path) -> None:
+    commit = save(run, 10)
+    there.fail("finish", at=2, times=-1)
+    with pytest.raises(StorageError):
+        copy(run, there, commit, settings={"packs_at_once": 1, "retry_s": 0.0})
+    there.heal()
+    finished = replica_claim.unfinished(there)[commit].finished
+    assert len(finished) == 2
+    flip(tmp_path / "there" / paths.checkpoint_dir(commit) / finished[0], 9000)
+    there.fail("finish", times=-1)
+    with pytest.raises(StorageError):
+        copy(run, there, commit, settings={"retry_s": 0.0})
+    assert replica_claim.unfinished(there)[commit].finished == finished[1:]
+
+
+def test_what_is_taken_away_before_the_commit_is_seen(run: RunDir, there: FakeTier, tmp_path: Path) -> None:
+    commit = save(run, 10)
+    pack = tmp_path / "there" / paths.checkpoint_dir(commit) / "00001-00001.0.safetensors"
+    put = there.put
+
+    def sweeping(path: str, data: bytes, *, exclusive: bool = False) -> None:
+        put(path, data, exclusive=exclusive)
+        if path.endswith("node-00001.json"):
+            pack.unlink()
+
+    there.put = sweeping  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match=r"00001-00001\.0\.safetensors .* is missing"):
+        copy(run, there, commit)
+    assert believed(there) == []

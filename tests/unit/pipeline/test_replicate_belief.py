@@ -185,6 +185,13 @@ def test_a_second_replication_of_one_checkpoint_is_refused(run: RunDir, there: F
     assert is_whole(there, commit)
 
 
+def test_a_claim_whose_answer_was_lost_is_ones_own(run: RunDir, there: FakeTier) -> None:
+    commit = save(run, 10)
+    there.fail("put", path=f"{paths.REPLICATIONS}/*", applied=True)
+    copy(run, there, commit, settings={"retry_s": 30.0})
+    assert is_whole(there, commit) and not there.list(paths.REPLICATIONS)
+
+
 def test_one_of_another_host_is_taken_over_and_cannot_commit(run: RunDir, there: FakeTier) -> None:
     commit = save(run, 10)
     gate = there.hang("finish")
@@ -279,3 +286,72 @@ def test_missing_pieces_of_the_run_can_be_fetched(run: RunDir, there: FakeTier) 
     ledger.put_quarantine(run.tier, commit, incarnation=1, reason="test")
     copy(run, run.tier, commit, source=there, restrict=True)
     assert is_whole(run.tier, commit)
+
+
+class Careless(FlashTier):
+    """Does not refuse to create a file twice, as some object stores."""
+
+    def put(self, path: str, data: bytes, *, exclusive: bool = False) -> None:
+        super().put(path, data)
+
+
+def test_a_careless_store_may_hold_a_replica(run: RunDir, tmp_path: Path) -> None:
+    there = Careless(tmp_path / "there")
+    first = save(run, 10)
+    copy(run, there, first)
+    run.open()
+    second = save(run, 20)
+    copy(run, there, second)
+    assert tree(tmp_path / "there") == tree(run.root) and is_whole(there, second)
+
+
+def test_what_a_careless_store_has_is_not_replaced_either(run: RunDir, tmp_path: Path) -> None:
+    """Another writer comes between our looking and our writing."""
+    there = Careless(tmp_path / "there")
+    commit = save(run, 10)
+    incarnation = (run.root / "incarnations" / "1.json").read_bytes()
+    twin = RunDir(tmp_path / "twin", now_s=run.now_s + 9.0)
+    twin.tier.put("run.json", (run.root / "run.json").read_bytes())
+    twin.open()
+    foreign = (tmp_path / "twin" / "incarnations" / "1.json").read_bytes()
+    assert foreign != incarnation
+    source = FakeTier(run.tier)
+    get, asked = source.get, [0]
+
+    def racing(path: str, **options: Any) -> bytes:
+        asked[0] += path == "incarnations/1.json"
+        if asked[0] == 3:  # twice it is looked at, then it is copied
+            FlashTier(tmp_path / "there").put("incarnations/1.json", foreign)
+        return get(path, **options)
+
+    source.get = racing  # type: ignore[method-assign]
+    with pytest.raises(ManifestError, match="another incarnation of this number is there"):
+        copy(run, there, commit, source=source)
+    assert (tmp_path / "there" / "incarnations" / "1.json").read_bytes() == foreign
+
+
+def test_cancelled_while_it_waits_for_its_rate(run: RunDir, there: FakeTier) -> None:
+    commit = save(run, 10)
+    cancelled = threading.Event()
+    threading.Timer(0.3, cancelled.set).start()
+    with pytest.raises(SkippedError, match="cancelled"):
+        copy(run, there, commit, cancelled=cancelled, clock=SYSTEM_CLOCK, settings={"rate_bytes_s": 10})
+    assert believed(there) == []
+
+
+def test_a_record_that_a_committed_copy_left_is_removed(run: RunDir, there: FakeTier) -> None:
+    commit = save(run, 10)
+    there.fail("delete", path=f"{paths.REPLICATIONS}/*", times=-1)
+    assert copy(run, there, commit, settings={"retry_s": 0.0}).sent_bytes
+    there.heal()
+    assert believed(there) == [10] and there.list(paths.REPLICATIONS)
+    assert copy(run, there, commit).was_there
+    assert not there.list(paths.REPLICATIONS)
+
+
+def test_a_damaged_record_of_another_replication_vouches_for_nothing(run: RunDir, there: FakeTier) -> None:
+    commit = save(run, 10)
+    there.put("run.json", (run.root / "run.json").read_bytes())
+    there.put(paths.replication(commit, 4), b"rubbish")
+    copy(run, there, commit)
+    assert is_whole(there, commit) and not there.list(paths.REPLICATIONS)
