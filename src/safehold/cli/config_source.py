@@ -220,6 +220,16 @@ def _as_number(kind: type[Any], name: str, value: Any) -> int | float:
     return int(number) if kind is int else float(number)
 
 
+def as_bytes(text: str) -> int:
+    """Return a number of bytes from a text such as `64 MiB`.
+
+    Raises:
+        ValueError: It is none.
+        LookupError: Its unit is none.
+    """
+    return int(_as_number(int, "_bytes", text))
+
+
 def _words(name: str, hint: Any) -> str:
     words = []
     for option in _options(hint):

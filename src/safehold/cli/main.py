@@ -39,6 +39,9 @@ COMMANDS = {
     "pin": ("safehold.cli.maintain", "pin", "Keep checkpoints from being deleted."),
     "unpin": ("safehold.cli.maintain", "unpin", "Let retention delete checkpoints again."),
     "gc": ("safehold.cli.maintain", "gc", "Delete what nobody needs: debris, and what was un-committed."),
+    "replicate": ("safehold.cli.replicate", "replicate", "Copy checkpoints to a second place."),
+    "fetch": ("safehold.cli.replicate", "fetch", "Copy a checkpoint back from a second place."),
+    "status": ("safehold.cli.replicate", "status", "Compare a run with its copy at a second place."),
     "agents": ("safehold.cli.host", "agents", "List the agents of this host."),
     "config": ("safehold.cli.host", "config", "Show the settings and where each comes from."),
 }

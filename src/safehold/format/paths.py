@@ -19,6 +19,7 @@ CHECKPOINTS: Final = "checkpoints"
 QUARANTINES: Final = "quarantine"
 PINS: Final = "pins"
 LEASES: Final = "leases"
+REPLICATIONS: Final = "replication"
 MANIFEST: Final = "manifest.json"
 
 MAX_NUMBER: Final = 2**63 - 1
@@ -31,6 +32,7 @@ _NODE_RECORD = re.compile(r"node-([0-9]{5,19})\.json")
 _NODE_OBJECTS = re.compile(r"node-([0-9]{5,19})\.objects")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
 _QUARANTINE = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.json")
+_REPLICATION = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.([0-9]{1,19})\.json")
 _PIN = re.compile(r"([0-9]{9,19})\.json")
 _LEASE = re.compile(r"([0-9]{9,19})-([0-9a-f]{32})\.json")
 _INCARNATION = re.compile(r"([0-9]{1,19})\.json")
@@ -162,6 +164,18 @@ def parse_lease(name: str) -> tuple[int, str] | None:
     match = _LEASE.fullmatch(name)
     step = _number(match[1], 9) if match is not None else None
     return None if match is None or step is None else (step, match[2])
+
+
+def replication(commit: CommitId, number: int) -> str:
+    """Return the path of the record that a replication of a checkpoint keeps in the directory that it writes to."""
+    attempt = attempt_dir(commit.incarnation, commit.attempt)
+    return f"{REPLICATIONS}/{_check(commit.step):09d}-{attempt}.{_check(number)}.json"
+
+
+def parse_replication(name: str) -> tuple[CommitId, int] | None:
+    """Read the checkpoint and the number from the file name of a replication's record."""
+    numbers = _all(_REPLICATION.fullmatch(name), (9, 1, 1, 1))
+    return None if numbers is None else (CommitId(*numbers[:3]), numbers[3])
 
 
 def _check(number: int) -> int:

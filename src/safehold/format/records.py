@@ -128,6 +128,30 @@ class Lease(Record, frozen=True, kw_only=True):
     created_s: Seconds
 
 
+class Replication(Record, frozen=True, kw_only=True):
+    """`replication/<commit>.<number>.json`: somebody copies a checkpoint into this directory, or was stopped doing it.
+
+    Attributes:
+        number: Counts up from 1 for each checkpoint; the highest is the one at work.
+        token: Made at random, tells two writers of the same number apart.
+        host: Where it runs.
+        pid: Its process there.
+        pid_ticks: When that process started, in clock ticks since boot.
+        finished: Names of packs that were written completely and durably; compared, never opened.
+        ended: It is not at work any more.
+    """
+
+    commit: CommitId
+    number: Count
+    token: Word
+    host: Word
+    pid: Count
+    pid_ticks: Count
+    created_s: Seconds
+    finished: tuple[Word, ...] = ()
+    ended: bool = False
+
+
 class PackRecord(Record, frozen=True, kw_only=True):
     """One pack as it was written.
 
@@ -268,6 +292,16 @@ def decode_lease(data: bytes, *, path: str) -> Lease:
     return _decode("lease", data, Lease, path)
 
 
+def encode_replication(record: Replication) -> bytes:
+    """Return the bytes of a replication's record."""
+    return _encode("replication", record)
+
+
+def decode_replication(data: bytes, *, path: str) -> Replication:
+    """Read a replication's record."""
+    return _decode("replication", data, Replication, path)
+
+
 def encode_node_record(record: NodeRecord) -> bytes:
     """Return the bytes of a node record; the packs are sorted."""
     packs = sorted(record.packs, key=lambda pack: (pack.rank, pack.part))
@@ -344,7 +378,7 @@ def _check(record: Record) -> None:
                 all(commit.incarnation < record.number for commit in accepted),
                 "an accepted commit is not of an earlier incarnation",
             )
-        case Tombstone(commit=commit) | Quarantine(commit=commit) | Lease(commit=commit):
+        case Tombstone(commit=commit) | Quarantine(commit=commit) | Lease(commit=commit) | Replication(commit=commit):
             _require(_is_commit(commit), "the commit is out of bounds")
         case NodeRecord():
             _check_node(record)

@@ -80,12 +80,24 @@ def ensure_run(tier: Tier, *, clock: Clock = SYSTEM_CLOCK, library: str = __vers
         StorageError: The tier cannot be written.
     """
     run = snapshots.identify(tier)
-    names = {entry.name for entry in tier.list("")}
     if run is not None:
-        if paths.RUN_JSON not in names:
+        if all(entry.name != paths.RUN_JSON for entry in tier.list("")):
             _put_new(tier, paths.RUN_JSON, records.encode_run(run))
         return run
-    foreign = sorted(names - _HARMLESS - {paths.RUN_JSON})
+    check_empty(tier)
+    run = RunInfo(run_id=new_token(), created_s=clock.wall(), library=library)
+    _put_new(tier, paths.RUN_JSON, records.encode_run(run))
+    found = snapshots.identify(tier)
+    return found if found is not None else run
+
+
+def check_empty(tier: Tier) -> None:
+    """Refuse to make a run directory of one that holds something else.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    foreign = sorted({entry.name for entry in tier.list("")} - _HARMLESS - {paths.RUN_JSON})
     if foreign:
         shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
         raise ConfigurationError(
@@ -93,10 +105,6 @@ def ensure_run(tier: Tier, *, clock: Clock = SYSTEM_CLOCK, library: str = __vers
             path=tier.url,
             hint=f"use a directory that is new, empty, or has a {paths.RUN_JSON}; for example a subdirectory",
         )
-    run = RunInfo(run_id=new_token(), created_s=clock.wall(), library=library)
-    _put_new(tier, paths.RUN_JSON, records.encode_run(run))
-    found = snapshots.identify(tier)
-    return found if found is not None else run
 
 
 def open_incarnation(

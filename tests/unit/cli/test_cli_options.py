@@ -24,10 +24,13 @@ OPTIONS = {
     "config show": ["--file", "--json"],
     "diff": ["RUN", "BEFORE", "AFTER", "--exit-code", "--json"],
     "gc": ["RUN", "--dry-run", "--grace-s", "--ignore-leases", "--job-ended", "--json", "--set-aside"],
+    "fetch": ["URL", "[STEP]", "--json", "--rate", "--to"],
     "ls": ["RUN", "--all", "--json"],
     "pin": ["RUN", "STEP...", "--json", "--note"],
+    "replicate": ["RUN", "[STEP]...", "--all", "--json", "--keep", "--rate", "--to"],
     "rm": ["RUN", "STEP...", "--force", "--json", "--now"],
     "show": ["RUN", "[STEP]", "--json", "--leaves"],
+    "status": ["RUN", "--json", "--to"],
     "unpin": ["RUN", "STEP...", "--json"],
     "verify": ["RUN", "[STEP]", "--all", "--json", "--mark"],
 }

@@ -21,6 +21,9 @@ def test_the_layout_of_a_run_directory() -> None:
     assert paths.quarantine(COMMIT) == "quarantine/000000010-3-0.json"
     assert paths.pin(10) == "pins/000000010.json"
     assert paths.lease(10, "0a" * 16) == f"leases/000000010-{'0a' * 16}.json"
+    assert paths.replication(COMMIT, 2) == "replication/000000010-3-0.2.json"
+    assert paths.parse_replication("000000010-3-0.2.json") == (COMMIT, 2)
+    assert paths.parse_replication("000000010-3-0.02.json") is None
 
 
 @pytest.mark.parametrize("step", [0, 10, 9900, 10000, 999_999_999, 1_000_000_000, 2**63 - 1])

@@ -88,6 +88,10 @@ def test_records_come_back() -> None:
     quarantine = records.Quarantine(commit=COMMIT, incarnation=3, created_s=1.0, reason="r", path="x")
     assert records.decode_quarantine(records.encode_quarantine(quarantine), path="p") == quarantine
     assert records.decode_lease(records.encode_lease(lease()), path="p") == lease()
+    replication = records.Replication(
+        commit=COMMIT, number=2, token="t", host="h", pid=7, pid_ticks=8, created_s=1.0, finished=("a",), ended=True
+    )
+    assert records.decode_replication(records.encode_replication(replication), path="p") == replication
     node = node_record()
     assert records.decode_node_record(records.encode_node_record(node), path="p") == node
     whole = manifest(metrics={"loss": 0.1, "best": -0.0}, final=True, tags=("a", "b"))
