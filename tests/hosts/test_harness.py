@@ -155,11 +155,13 @@ def test_a_throttle_limits_both_directions(two_hosts: Hosts) -> None:
 def test_a_lost_host_is_silent_and_nothing_of_it_survives(two_hosts: Hosts) -> None:
     a, b = two_hosts
     start_daemon(b)
-    process = b.popen(["sleep", "100"])
-    pids = b.pids()
-    assert len(pids) == 2
     here, there = pair(a, b, "compute")
-    with here, there:
+    with here:
+        with there:
+            there.setblocking(True)
+            process = b.popen(["cat"], stdin=there.fileno())  # the connection is its own now
+        pids = b.pids()
+        assert len(pids) == 2
         b.kill()
         here.settimeout(0.1)
         with pytest.raises(TimeoutError):

@@ -245,7 +245,7 @@ def run_job(
     job = Job(hosts, timeout_s, echo)
     hosts.jobs_started += 1
     port = FIRST_PORT + hosts.jobs_started  # an earlier job's connections may linger at its port
-    command = [str(script), *args] if fork else [sys.executable, str(script), *args]
+    command = [*([] if fork else [sys.executable]), str(Path(script).resolve()), *args]
     try:
         for group_rank, host in enumerate(nodes):
             for local_rank in range(ranks_per_host):
