@@ -31,7 +31,7 @@ from safehold.pipeline.stored_objects import StoredObjects
 from safehold.state.leaves import Destination, RestoreOptions
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
-from safehold.tiers.open import local_path, open_tier
+from safehold.tiers.open import open_tier
 from safehold.trainer.metrics import metric_values
 from safehold.trainer.steps import step_number
 from safehold.types import CommitId, Store
@@ -87,7 +87,7 @@ def save(
     with exchange.telling():
         exchange.agree("arguments", error)
     assert metrics is not None
-    tier = open_tier(local_path(path), direct=config.direct_io)
+    tier = open_tier(path, direct=config.direct_io)
     direct_save.save(
         tier,
         exchange,
@@ -147,7 +147,7 @@ def load(
         )
     config = _settings()
     step = None if step is None else step_number(step)
-    tier = open_tier(local_path(path), direct=config.direct_io)
+    tier = open_tier(path, direct=config.direct_io)
     options = RestoreOptions(partial=partial, rename=rename, cast=cast)
     failed: list[tuple[CommitId, CheckpointError]] = []
     while True:
