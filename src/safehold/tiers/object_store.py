@@ -5,6 +5,7 @@ store enforces, and is not repeated when it may have been done. What the store h
 is nothing to sync. Directories are prefixes: they exist while something lies below them. What must not live here: which
 checkpoint counts.
 
+Some stores show a prefix for a while after the last object below it has gone: at most an attempt without a manifest.
 Unfinished uploads of crashed writers cannot be listed through obstore: the bucket's own lifecycle rule has to take them.
 """
 
@@ -268,8 +269,7 @@ class ObjectStoreTier:
             if not name.startswith(TEMPORARY_PREFIX):
                 continue
             inside = self._below(join(directory, name), "sweeping temporaries")
-            newest = max((meta["last_modified"].timestamp() for meta in inside), default=0.0)
-            if now - newest >= older_than_s:
+            if inside and now - max(meta["last_modified"].timestamp() for meta in inside) >= older_than_s:
                 self.delete_tree(join(directory, name))
                 removed.append(name)
         return tuple(sorted(removed))
@@ -295,26 +295,25 @@ class ObjectStoreTier:
             fsync_works=True,
             shared=True,
             kind=self.url.partition("://")[0],
-            notes=tuple(notes),
+            notes=notes,
         )
 
-    def _try_exclusive(self, path: str) -> tuple[bool, list[str]]:
+    def _try_exclusive(self, path: str) -> tuple[bool, tuple[str, ...]]:
         unfit = "unfit as the place of a run"
         try:
             self.put(path, b"first", exclusive=True)
         except ConfigurationError:
             self.put(path, b"first")  # where this is refused as well, the reason is another
             self._expect(path, b"first")
-            return False, [f"the store does not take conditions: {unfit}"]
+            return False, (f"the store does not take conditions: {unfit}",)
         self._expect(path, b"first")
         try:
             self.put(path, b"second", exclusive=True)
         except FileExistsError:
             self._expect(path, b"first")
-            return True, []
-        return False, [
-            f"the store ignored a condition, and a file that must be created exclusively was overwritten: {unfit}"
-        ]
+            return True, ()
+        note = f"the store ignored a condition, and a file that must be created exclusively was overwritten: {unfit}"
+        return False, (note,)
 
     def _expect(self, path: str, data: bytes) -> None:
         try:
