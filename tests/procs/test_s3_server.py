@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from puppets import Rig
-from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server, require_binary, signed_exchange
+from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server, require_binary, signed_exchange, signed_request
 
 import safehold
 from safehold.errors import CheckpointError, ConfigurationError, StorageError, StorageReadOnlyError
@@ -84,6 +85,29 @@ def test_a_bucket_itself_is_a_place(s3: S3Server) -> None:
     assert "top-level.json" in [entry.name for entry in tier.list("")]
     assert open_tier(f"s3://{BUCKET}/top").list("") == []
     tier.delete("top-level.json")
+
+
+def test_markers_of_folders_are_nothing(s3: S3Server) -> None:
+    """Consoles make an object `folder/` to show a folder; it is no file, and does not keep a directory from being deleted."""
+    tier = quick_tier()
+    prefix = tier.url.removeprefix("s3:/")
+    tier.put("c/10/m.json", b"x")
+    for folder in ("", "c/", "c/10/"):
+        assert signed_request(s3, "PUT", f"{prefix}/{folder}") == 200
+    assert [entry.name for entry in tier.list("c/10")] == ["m.json"]
+    assert [(entry.name, entry.is_dir) for entry in tier.list("c")] == [("10", True)]
+    assert [(entry.name, entry.is_dir) for entry in tier.list("")] == [("c", True)]
+    tier.delete_tree("c/10")
+    assert tier.list("c/10") == []
+
+
+def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError) as caught:
+        quick_tier().put("a", b"x")
+    assert caught.value.hint and "127.0.0.1" not in str(caught.value)
 
 
 def uploads_under_way() -> list[threading.Thread]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO
@@ -25,7 +26,7 @@ from safehold.tiers.object_requests import Requests, Store, is_foreign
 PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 10_000
-PARTS_AHEAD = 3
+PARTS_AHEAD = 2
 PARTS_UPLOADING = 4
 SPILL_AFTER_S = 0.5
 """How long nothing moves before blocks that are too far ahead go to a temporary file."""
@@ -78,6 +79,28 @@ class _Part:
         self.written = merged
 
 
+class _Buffers:
+    """Memory of parts, used again once the upload has let go of it: fresh pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self._idle: list[bytearray] = []
+
+    def take(self, nbytes: int) -> bytearray:
+        """Return `nbytes` bytes of memory with anything in it."""
+        try:
+            found = self._idle.pop()
+        except IndexError:
+            return bytearray(nbytes)
+        return found if len(found) == nbytes else bytearray(nbytes)
+
+    def lend(self, buffer: bytearray | bytes) -> memoryview:
+        """Return a view of a buffer, which is idle again when nobody holds the view any more."""
+        view = memoryview(buffer)
+        if isinstance(buffer, bytearray):
+            weakref.finalize(view, self._idle.append, buffer).atexit = False
+        return view
+
+
 class ObjectPackWriter:
     """See `tiers.base.PackWriter`.
 
@@ -115,6 +138,7 @@ class ObjectPackWriter:
         self._num_parts = max(1, -(-size_bytes // self._part_bytes))
         self._changed = threading.Condition()
         self._parts: dict[int, _Part] = {}
+        self._buffers = _Buffers()
         self._next = 0  # the part that goes out next
         self._wanting = False  # the upload waits for that part
         self._moved_at = clock.monotonic()
@@ -183,7 +207,7 @@ class ObjectPackWriter:
         begin = index * self._part_bytes
         nbytes = min(self._part_bytes, self.size_bytes - begin)
         if index < self._next + PARTS_AHEAD:
-            part = _Part(begin, nbytes, bytearray(nbytes))
+            part = _Part(begin, nbytes, self._buffers.take(nbytes))
         elif self._is_starved():
             if self._spill is None:
                 self._spill = tempfile.TemporaryFile()  # noqa: SIM115
@@ -281,7 +305,8 @@ class ObjectPackWriter:
                 self._next = index + 1
                 self._moved_at = self._clock.monotonic()
                 self._changed.notify_all()
-            yield memoryview(buffer)
+            part.buffer = None
+            yield self._buffers.lend(buffer)
         with self._changed:  # at the end the upload is completed, and the object appears
             while not self._finishing:
                 self._check_upload()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from safehold.clock import SYSTEM_CLOCK, Clock
@@ -184,7 +184,7 @@ class ObjectStoreTier:
         for prefix in found["common_prefixes"]:
             name = _last(prefix)
             entries[name] = Entry(name=name, is_dir=True, size_bytes=0)
-        for meta in found["objects"]:
+        for meta in _inside(found["objects"], directory):
             name = _last(meta["path"])
             entries[name] = Entry(name=name, is_dir=False, size_bytes=int(meta["size"]))
         return [entries[name] for name in sorted(entries) if name and not name.startswith(TEMPORARY_PREFIX)]
@@ -235,7 +235,8 @@ class ObjectStoreTier:
         """Return all objects below a prefix."""
 
         def collect() -> Sequence[Any]:
-            return [meta for chunk in self._store.list(directory, chunk_size=_LIST_CHUNK) for meta in chunk]
+            chunks = self._store.list(directory, chunk_size=_LIST_CHUNK)
+            return [meta for chunk in chunks for meta in _inside(chunk, directory)]
 
         try:
             return self._requests.run(doing, self._full(directory), collect)
@@ -259,7 +260,7 @@ class ObjectStoreTier:
         found = self._listed(directory)
         now = self._clock.wall()
         removed = []
-        for meta in found["objects"]:
+        for meta in _inside(found["objects"], directory):
             name = _last(meta["path"])
             if name.startswith(TEMPORARY_PREFIX) and now - meta["last_modified"].timestamp() >= older_than_s:
                 self.delete(join(directory, name))
@@ -340,6 +341,13 @@ def _key(path: str) -> str:
 
 def _last(key: str) -> str:
     return key.rstrip("/").rpartition("/")[2]
+
+
+def _inside(objects: Iterable[Any], directory: str) -> Iterator[Any]:
+    """Leave out the objects with which consoles mark a prefix as a folder: they look like the directory itself."""
+    for meta in objects:
+        if not directory or meta["path"].startswith(f"{directory}/"):
+            yield meta
 
 
 def _in_turn(keys: Sequence[str]) -> Iterator[list[str]]:

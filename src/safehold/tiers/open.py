@@ -16,6 +16,7 @@ from safehold.tiers.object_store import ObjectStoreTier
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _OBJECT_STORES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}
+_PATH_OF_URL = re.compile(rf"({'|'.join(_OBJECT_STORES)}):/[^/]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.=+@,:/ -]*")
 _URL_HINT = "write s3://bucket/prefix (or gs://, az://); endpoint and credentials come from the environment"
@@ -42,6 +43,10 @@ def _object_store(url_or_path: str | os.PathLike[str]) -> tuple[str, str, str] |
         ConfigurationError: There is more in it than these, or less. What it was is not repeated: it may be a secret.
     """
     text = os.fspath(url_or_path)
+    if not isinstance(url_or_path, str) and _PATH_OF_URL.match(str(text)):
+        raise ConfigurationError(
+            "a path object holds no URL: it drops one of two slashes", hint="give the URL as a str"
+        )
     found = _SCHEME.match(text) if isinstance(text, str) else None
     scheme = _OBJECT_STORES.get(found[1].lower()) if found is not None else None
     if found is None or scheme is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from pathlib import Path
@@ -298,7 +299,29 @@ def test_urls_that_are_refused(given: str) -> None:
     assert "SECRET" not in str(caught.value) and caught.value.hint
 
 
+def test_a_path_object_is_no_url() -> None:
+    with pytest.raises(ConfigurationError, match="drops one of two slashes"):
+        open_tier(Path("s3://bucket/run"))
+
+
 def test_a_setting_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ALLOW_HTTP", "perhaps")
     with pytest.raises(ConfigurationError, match="cannot be opened"):
         open_tier("s3://bucket/run")
+
+
+def test_markers_of_folders_are_left_out() -> None:
+    """obstore shows the object `c/10/` as `c/10`, in listings of that very directory."""
+    store = Wrapped()
+    tier = tier_on(store)
+    tier.put("c/10/m.json", b"x")
+    marker = {"path": "c/10", "size": 0, "last_modified": datetime.datetime.now(datetime.UTC)}
+    inner = store.inner
+    store.list = lambda prefix, **options: [*inner.list(prefix, **options), [marker]]  # type: ignore[attr-defined]
+    store.list_with_delimiter = lambda prefix: {  # type: ignore[attr-defined]
+        "common_prefixes": [],
+        "objects": [*inner.list_with_delimiter(prefix)["objects"], marker],
+    }
+    assert [entry.name for entry in tier.list("c/10")] == ["m.json"]
+    tier.delete_tree("c/10")
+    assert tier.list("c/10") == []
