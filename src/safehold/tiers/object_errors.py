@@ -118,12 +118,9 @@ def _meaning(exc: Exception, kind: str, text: str, status: int, code: str) -> Me
         return "range"
     if status in (405, 501):
         return "unsupported"
-    if (
-        (300 <= status < 500 and status not in (408, 409))
-        or "builder error" in text
-        or isinstance(exc, ValueError)
-        or "invalid path" in text
-    ):
+    if 300 <= status < 500 and status not in (408, 409):
+        return "settings"
+    if "builder error" in text or isinstance(exc, ValueError):
         return "settings"
     return "unreached" if "kind: Connect" in text else "unclear"
 
