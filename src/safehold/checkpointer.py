@@ -23,7 +23,7 @@ from safehold.policy.cadence import Every, due_by_steps, parse_every
 from safehold.policy.retention import Best, Keep
 from safehold.state.collect import preload
 from safehold.state.leaves import RestoreOptions
-from safehold.tiers.open import local_path, open_tier
+from safehold.tiers.open import open_tier, place
 from safehold.trainer.connection import Run, open_run
 from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle, wait_all
@@ -45,7 +45,8 @@ class Checkpointer:
     other in a save. It starts the run's agent on this node if none runs, and opens a new incarnation of the run.
 
     Args:
-        path: The run directory, a path or `file://` URL; made if absent. What is there is never overwritten.
+        path: The run directory, a path or a URL (`file://`, `s3://bucket/prefix`, `gs://`, `az://`); made if absent.
+            What is there is never overwritten.
         every: When `step` saves: steps (`500`), or a time (`"20min"`, `"2h"`); None: never by itself.
         keep: How many of the newest checkpoints stay (an int), or `safehold.Keep(last=3, every_steps=..., every_hours=..., best=...)`.
         overlap: Copy parameters and optimizer states beside the next forward and backward; needs every optimizer of the state
@@ -79,7 +80,7 @@ class Checkpointer:
         world_size: int | None = None,
         **settings: Any,
     ) -> None:
-        self.path = local_path(path)
+        self.path = place(path)
         self.config: Config = config_source.build(Config, config_source.load(Config, arguments=settings))
         self.events = EventStream("trainer")
         install_listener(self.events)

@@ -32,7 +32,7 @@ from safehold.pipeline.stored_objects import StoredObjects
 from safehold.state.leaves import Destination, RestoreOptions
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
-from safehold.tiers.open import local_path, open_tier
+from safehold.tiers.open import open_tier
 from safehold.trainer.metrics import metric_values
 from safehold.trainer.steps import step_number
 from safehold.types import CommitId, Store
@@ -91,7 +91,7 @@ def save(
     with exchange.telling():
         exchange.agree("arguments", error)
     assert metrics is not None
-    tier = open_tier(local_path(path), direct=config.direct_io)
+    tier = open_tier(path, direct=config.direct_io)
     direct_save.save(
         tier,
         exchange,
@@ -156,7 +156,7 @@ def load(
         )
     config = _settings()
     step = None if step is None else step_number(step)
-    tier = open_tier(local_path(path), direct=config.direct_io)
+    tier = open_tier(path, direct=config.direct_io)
     options = RestoreOptions(partial=partial, rename=rename, cast=cast)
 
     def read(checkpoint: Checkpoint) -> Any:

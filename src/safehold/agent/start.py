@@ -46,6 +46,8 @@ def choose_slot(url: str, config: Config) -> RunSlot:
 
 def _resolved(url: str, timeout_s: float) -> str:
     """Return the real path of a run directory, which has to ask storage: in a thread, since that may never answer."""
+    if "://" in url:
+        return url
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(os.path.realpath(url)), name="resolve", daemon=True)
     thread.start()

@@ -66,7 +66,7 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
     report = tier.probe()
     if not report.exclusive_create:
         text = "this storage does not refuse to create a file twice, so two jobs could not be kept apart"
-        raise ConfigurationError(text, path=tier.url, hint="use another file system for the run directory")
+        raise ConfigurationError(text, path=tier.url, hint="use another place for the run directory")
     up_to = _commit(arguments["up_to"]) if arguments["up_to"] else None
     exclude = {_commit(entry) for entry in arguments["exclude"]}
 

@@ -268,7 +268,7 @@ def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):
     assert safehold("ls", tmp_path).code == 2
     assert "run.json" in safehold("ls", tmp_path).err
     assert "does not exist" in safehold("ls", tmp_path / "nothing").err
-    assert safehold("ls", "s3://bucket/x").code == 2
+    assert safehold("ls", "ftp://host/x").code == 2
     assert safehold("ls", run.root / "run.json").code == 2
     assert safehold("nonsense").code == 2
     assert safehold("show", run.root, "10x").code == 2

@@ -383,9 +383,9 @@ def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     "given",
     [
         "",
-        "s3://bucket/run",
-        "gs://b",
-        "az://c",
+        "s3://",
+        "gs://b?x",
+        "az://c/../d",
         "https://x",
         "ftp://x",
         "file://host/a",
