@@ -171,7 +171,7 @@ def load(
 
 def _reader(path: str | os.PathLike[str], config: Config, lease: bool) -> Reader:
     """Return what takes leases; their files can be read by the agent of a run that is another user's."""
-    tier = open_tier(local_path(path), file_mode=0o644, dir_mode=0o755) if lease else None
+    tier = open_tier(path, file_mode=0o644, dir_mode=0o755) if lease else None
     return Reader(
         tier, lease_s=config.lease_s, limit_s=config.stall_timeout_s, host=os.uname().nodename, pid=os.getpid()
     )

@@ -99,7 +99,7 @@ def test_a_storage_network_that_is_cut_costs_saves_and_no_training(four_hosts: H
     four_hosts[2].cut("storage")
     with train(four_hosts, run, storage_interface="storage", on_failure="warn", start_timeout_s=8.0) as job:
         assert all(job.wait(40)), job.tail()
-    assert "RankLostError" in job.text() or "DeadlineError" in job.text(), job.tail()
+    assert "RankLostError" in job.text or "DeadlineError" in job.text, job.tail()
     four_hosts[2].heal("storage")
     settings = {"storage_interface": "storage", "on_failure": "warn"}
     with train(four_hosts, run, "--pause-at", "2", str(go), **settings) as job:
@@ -135,4 +135,4 @@ def test_a_host_that_was_stopped_and_wakes_up_late_commits_nothing(two_hosts: Ho
         two_hosts[0].resume()
         assert any(older.wait(60))
     assert "saved 3" not in older.output(0) + older.output(1)
-    assert "SupersededError" in older.text(), older.tail()
+    assert "SupersededError" in older.text, older.tail()

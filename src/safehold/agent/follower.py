@@ -50,6 +50,7 @@ class Follower:
         self._asked: dict[tuple[int, int], Peer] = {}
         self._manifests: dict[int, bytes] = {}
         self.lost: CheckpointError | None = None
+        self._settling: list[tuple[float, Callable[[], None], Callable[[], bool]]] = []
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -141,18 +142,38 @@ class Follower:
             text, node=self._lead_name, hint="see whether that node lives; training goes on without saves"
         )
 
+    def settle(self, then: Callable[[], None], deadline_s: float, is_idle: Callable[[], bool]) -> None:
+        """Call `then` once nothing is in flight on this node, or after `deadline_s`: the lead decides what becomes of it."""
+        self._settling.append((self._clock.monotonic() + deadline_s, then, is_idle))
+        self._settle()
+
+    def _settle(self) -> None:
+        now = self._clock.monotonic()
+        over = [entry for entry in self._settling if now >= entry[0] or entry[2]()]
+        self._settling = [entry for entry in self._settling if entry not in over]
+        for _, then, _ in over:
+            then()
+
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        return (
-            self._polled_at + (POLL_S if self._announced is not None else self._every_s) if self._tells_steps else None
-        )
+        due = self._steps_due()
+        if self._settling:
+            soon = self._clock.monotonic() + POLL_S
+            due = soon if due is None else min(due, soon)
+        return due
+
+    def _steps_due(self) -> float | None:
+        if not self._tells_steps:
+            return None
+        return self._polled_at + (POLL_S if self._announced is not None else self._every_s)
 
     def tick(self) -> None:
         """Tell the ranks' steps: now and then, and at once if one has passed what was announced."""
+        self._settle()
         now = self._clock.monotonic()
-        due = self.next_deadline()
+        due = self._steps_due()
         if due is None or now < due:
             return
         self._polled_at = now

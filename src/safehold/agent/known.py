@@ -32,6 +32,7 @@ class Known:
         flusher: For that.
         config: The run's settings.
         failed: Told why storage gave no answer.
+        is_lead: Whether this agent decides about attempts that were left behind; on another node it does not know what others work at.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Known:
         flusher: Flusher,
         config: Config,
         failed: Callable[[CheckpointError], None],
+        is_lead: bool = True,
     ) -> None:
         self.incarnation = incarnation
         self.steps = set(steps or ())
         self.told: Callable[[], None] = lambda: None
         self._flusher, self._config, self._failed = flusher, config, failed
+        self._is_lead = is_lead
         self._acknowledged: set[Key] = set()
         self._given_up: dict[Key, None] = {}
         self._complete = steps is not None
@@ -120,7 +123,7 @@ class Known:
             self._complete = True
             self.steps.update(value["steps"])
             self._acknowledged.update((step, attempt) for step, _, attempt in value["commits"])
-            if first:  # else some of them may be saves that were let in meanwhile
+            if first and self._is_lead:  # else some of them may be saves that were let in meanwhile
                 for step, _, attempt in value["left"]:
                     self.give_up(step, attempt)
         if first:

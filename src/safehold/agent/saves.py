@@ -444,10 +444,12 @@ class NodeSaves:
             save.swept = True
             self._flusher.call(
                 "abandon",
-                {"commit": self._commit(save)},
+                {"commit": self._commit(save), "node": self.node if self._several_nodes else None},
                 lambda _, error: self.known.give_up(*save.key) if error is not None else None,
                 timeout_s=120.0,
             )
+            if self._several_nodes:  # what others leave there goes with the next retirement, if they do not see to it
+                self.known.give_up(*save.key)
         save.ranks.clear()  # the objects of all ranks among it; only the verdict is of interest from here on
         for old in [entry for entry in self._saves.values() if not entry.holds_arenas][:-CLOSED_KEPT]:
             del self._saves[old.key]

@@ -396,7 +396,7 @@ class AgentServer:
             self._pool.drop_idle(set(session.local_ranks), self._pool.ranks_with_content(set(steps)))
 
     def _make_network(self, hello: m.Hello, listeners: Listeners) -> MeetingNetwork:
-        from safehold.agent.make_network import make_network
+        from safehold.agent.net.make import make_network
 
         return make_network(hello, listeners, url=self.url, events=self._events)
 

@@ -226,7 +226,9 @@ class Session:
             if isinstance(error, SupersededError) and incarnation == self.incarnation:
                 self.end(incarnation + 1)
 
-        return Known(incarnation, steps, flusher=self.flusher, config=self.config, failed=failed)
+        return Known(
+            incarnation, steps, flusher=self.flusher, config=self.config, failed=failed, is_lead=self.head is not None
+        )
 
     def _start(self, known: Known) -> None:
         """Begin with no saves; what was in flight of an incarnation before gets no say any more."""
@@ -270,9 +272,9 @@ class Session:
 
     def settle(self, then: Callable[[], None], deadline_s: float, grace_s: float = SETTLE_GRACE_S) -> None:
         """Finish what all ranks have staged, or stage within `grace_s`, give up the rest, then call `then`."""
-        if self.head is None:
-            then()
-        else:
+        if self.follower is not None:
+            self.follower.settle(then, deadline_s, lambda: self.num_open == 0)
+        elif self.head is not None:
             self.head.settle(then, deadline_s, grace_s)
 
     def end(self, by: int) -> None:

@@ -28,6 +28,7 @@ MAX_NUMBER: Final = 2**63 - 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _READER = re.compile(r"[0-9a-f]{32}")
 _ATTEMPT = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+_PACK = re.compile(r"([0-9]{5,19})-([0-9]{5,19})\.([0-9]{1,19})\.safetensors")
 _NODE_RECORD = re.compile(r"node-([0-9]{5,19})\.json")
 _NODE_OBJECTS = re.compile(r"node-([0-9]{5,19})\.objects")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
@@ -95,6 +96,12 @@ def parse_attempt_dir(name: str) -> tuple[int, int] | None:
 def pack(node: int, rank: int, part: int) -> str:
     """Return the file name of a pack: node, rank, and which of the rank's packs it is."""
     return f"{_check(node):05d}-{_check(rank):05d}.{_check(part)}.safetensors"
+
+
+def parse_pack_node(name: str) -> int | None:
+    """Read the node from the file name of a pack."""
+    numbers = _all(_PACK.fullmatch(name), (5, 5, 1))
+    return None if numbers is None else numbers[0]
 
 
 def node_record(node: int) -> str:

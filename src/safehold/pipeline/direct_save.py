@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,11 @@ def _save_opened(
                 exc.message += "; whether the checkpoint is committed is not known"
             raise
 
-    exchange.decide("committed", commit_it, limit_s)
+    try:
+        exchange.decide("committed", commit_it, limit_s)
+    finally:
+        with suppress(CheckpointError):
+            exchange.part()
 
 
 @dataclass(frozen=True, slots=True)

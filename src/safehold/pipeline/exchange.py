@@ -25,6 +25,7 @@ from safehold.errors import (
 from safehold.types import Membership, Store
 
 POLL_S = 0.01
+PART_S = 5.0
 _counts: dict[tuple[str, int, int], int] = {}
 
 
@@ -105,6 +106,18 @@ class Exchange:
 
         said = self.gather(key, error.to_wire() if error else None, timeout_s)
         self.decide(f"{key}/verdict", verdict, timeout_s)
+
+    def part(self) -> None:
+        """The last word was said: rank 0, in whose process the store may live, waits a little until all have heard it."""
+        if self._store is None:
+            return
+        if self._rank != 0:
+            self.put(f"heard/{self._rank}", True)
+            return
+        missing = [f"{self._prefix}/heard/{rank}" for rank in range(1, self._world_size)]
+        until = time.monotonic() + PART_S
+        while (missing := [key for key in missing if not self._has(key)]) and time.monotonic() < until:
+            time.sleep(POLL_S)
 
     @contextmanager
     def telling(self) -> Iterator[None]:

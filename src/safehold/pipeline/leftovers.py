@@ -57,3 +57,21 @@ def remove_empty_steps(tier: Tier, seen: Snapshot) -> None:
         step = paths.parse_step_dir(entry.name)
         if step is not None and entry.is_dir and step < newest and step not in filled:
             tier.delete_if_empty(paths.step_dir(step))
+
+
+def discard_share(tier: Tier, commit: CommitId, node: int) -> None:
+    """Delete what one node has written of an attempt that was given up; other nodes may still be writing theirs.
+
+    Raises:
+        IntegrityError: The attempt is committed.
+        StorageError: The tier failed.
+    """
+    directory = paths.checkpoint_dir(commit)
+    names = [entry.name for entry in tier.list(directory)]
+    if paths.MANIFEST in names:
+        raise IntegrityError("the attempt is committed and is not discarded", path=directory, step=commit.step)
+    for name in names:
+        if node in (paths.parse_pack_node(name), paths.parse_node_record(name), paths.parse_node_objects(name)):
+            tier.delete(f"{directory}/{name}")
+    tier.delete_if_empty(directory)
+    tier.delete_if_empty(paths.step_dir(commit.step))

@@ -19,7 +19,7 @@ from safehold.errors import ConfigurationError, TornFileError
 from safehold.events import EventStream
 from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
-from safehold.pipeline import agreement, ledger, sweep
+from safehold.pipeline import agreement, ledger, leftovers, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer
 from safehold.policy import belief
@@ -180,8 +180,12 @@ def withdraw(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
 
 
 def abandon(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
-    """Delete what an attempt that was given up has written."""
-    sweep.discard(tier, _commit(arguments["commit"]))
+    """Delete what an attempt that was given up has written: all of it, or with `node` only that node's share."""
+    commit, node = _commit(arguments["commit"]), arguments["node"]
+    if node is None:
+        sweep.discard(tier, commit)
+    else:
+        leftovers.discard_share(tier, commit, node)
 
 
 def find(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:

@@ -191,7 +191,14 @@ def _slot(exchange: Exchange, world: m.World, rank: int, url: str, config: Confi
         exchange.put(f"slot/{node}", {"value": str(slot.directory)})
         return slot
     who = f"rank {min(world.ranks_of(node))}"
-    return RunSlot(Path(exchange.opened(exchange.take(f"slot/{node}", who))))
+    slot = RunSlot(Path(exchange.opened(exchange.take(f"slot/{node}", who))))
+    if not slot.directory.is_dir():
+        text = (
+            f"this rank and {who} are both on node {world.node_names[node]!r}, and do not see the same {slot.directory}"
+        )
+        hint = "hosts need different names (host name, or SAFEHOLD_NODE); ranks of one host need one runtime directory"
+        raise ConfigurationError(text, rank=rank, hint=hint)
+    return slot
 
 
 def _open(client: AgentClient, config: Config) -> dict[str, Any]:

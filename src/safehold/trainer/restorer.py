@@ -270,11 +270,13 @@ class Restorer:
         """Whether most of what this rank reads is wanted by other ranks of the node too."""
         if self._world_size == 1:
             return False
+        world = self._run.world
+        here = set(world.ranks_of(world.node_of[self._rank]))
         common = own = 0
         for entry in binding.destinations:
             holders = entry.leaf.holders
             numel = sum(rect.numel for rect, _ in entry.leaf.pieces)
-            if holders.ranks is None or len(holders.ranks) > 1:
+            if len(here if holders.ranks is None else here.intersection(holders.ranks)) > 1:
                 common += numel
             else:
                 own += numel

@@ -43,7 +43,7 @@ def test_a_publish_that_was_refused_is_withdrawn_before_it_is_told_and_its_files
     assert node.flusher.open("withdraw") == [{"commit": [10, 1, 0]}]
     node.flusher.answer("withdraw", True)
     assert states(node) == [("failed", 10)] and node.failure(1).path == "/x"
-    assert node.flusher.open("abandon") == [{"commit": [10, 1, 0]}]
+    assert node.flusher.open("abandon") == [{"commit": [10, 1, 0], "node": None}]
     node.flusher.answer("abandon")
     assert node.saves.known.given_up() == [] and node.saves.known.steps == set()
 

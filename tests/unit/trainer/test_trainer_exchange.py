@@ -17,6 +17,7 @@ from safehold.errors import (
     RankLostError,
     StorageError,
 )
+from safehold.pipeline import exchange as exchange_module
 from safehold.pipeline.exchange import Exchange, membership, node_name
 from safehold.types import Membership
 
@@ -220,3 +221,23 @@ def test_the_name_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "/" in node_name()
     monkeypatch.setenv("SAFEHOLD_NODE", "n7")
     assert node_name() == "n7"
+
+
+def test_rank_0_stays_until_all_have_heard_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def work(exchange: Exchange, rank: int) -> None:
+        exchange.decide("last", lambda: "word")
+        if rank:
+            time.sleep(0.1)
+            order.append("heard")
+        exchange.part()
+        if not rank:
+            order.append("left")
+
+    run(3, work)
+    assert order == ["heard", "heard", "left"]
+    monkeypatch.setattr(exchange_module, "PART_S", 0.05)
+    began = time.monotonic()
+    run(2, lambda exchange, rank: exchange.part() if not rank else None)
+    assert time.monotonic() - began < 2.0, "one that never says so is not waited for"
