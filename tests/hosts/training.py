@@ -92,7 +92,7 @@ def main() -> None:
                 tell("committed", step)
                 print(f"saved {step} {now}", flush=True)
             except CheckpointError as exc:
-                print(f"failed {step} {type(exc).__name__}: {exc.message}", flush=True)
+                print(f"failed {step} {type(exc).__name__}: {str(exc).splitlines()[0]}", flush=True)
             if pause is not None and step == pause[0]:
                 print("pausing", flush=True)
                 wait_for(pause[1])

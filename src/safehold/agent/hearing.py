@@ -182,7 +182,8 @@ class Hearing:
             self._here.follower.lead_back()
             given_up, self._given_up = self._given_up, []
             for step, attempt in given_up:
-                error = RankLostError("the node had lost its lead, and gave the save up", step=step)
+                name = self._here.world.node_names[self._here.node]
+                error = RankLostError("the node had lost its lead, and gave the save up", step=step, node=name)
                 event = protocol.NodeFailed(step=step, attempt=attempt, node=self._here.node, error=error)
                 self._here.up.event(event, self._here.incarnation)
 
