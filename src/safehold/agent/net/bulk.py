@@ -1,8 +1,9 @@
 """Bulk bytes from and to one peer: in place, resumed after a cut, checked, and over by their deadline.
 
-Invariants: a call ends by its deadline, and earlier where the peer does not move a byte for the peer timeout. A read goes on where it
-was cut, and only if the bytes are still the same ones; a write begins again. The CRC32 that is returned is that of the bytes in the
-caller's memory, and for writes the other side's, too. Used from any number of threads; each takes a connection, of which there are few.
+Invariants: a call ends by its deadline, and earlier where the peer neither moves a byte nor says that it is busy for the peer timeout.
+A read goes on where it was cut, and only if the bytes are still the same ones; a write begins again. The CRC32 that is returned is that
+of the bytes in the caller's memory, and for writes the other side's, too. Used from any number of threads; each takes a connection, of
+which there are few.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safehold.agent.net import wire
 from safehold.agent.net.addresses import Address
 from safehold.agent.net.answers import RETRIED, error_of, facts_of, unreachable
 from safehold.agent.net.identity import Identity
-from safehold.agent.net.streams import BrokenError, Stream
+from safehold.agent.net.streams import BrokenError, BusyError, Stream
 from safehold.agent.net.transfer import Filler
 from safehold.errors import AgentUnavailableError, CheckpointError, ChecksumError, DeadlineError, TornFileError
 from safehold.format.crc import crc
@@ -143,6 +144,7 @@ class BulkClient:
         """Try until it succeeds, is refused, or takes too long."""
         begun = moved_at = time.monotonic()
         deadline, failures, moved = begun + deadline_s, 0, 0
+        cause: BrokenError | None = None
         while True:
             reused = False
             try:
@@ -156,8 +158,11 @@ class BulkClient:
                     raise AgentUnavailableError("the network of this node was closed", node=self.node) from exc
                 if progress() > moved:
                     moved, moved_at, failures = progress(), now, 0
-                if now >= deadline:
-                    raise self._late(what, deadline_s, progress(), exc) from exc
+                if isinstance(exc, BusyError):
+                    moved_at = now
+                if now >= deadline:  # it says only that; what went wrong was said before, if anything did
+                    raise self._late(what, deadline_s, progress(), cause or exc) from exc
+                cause = exc
                 if now - moved_at >= self._settings.peer_timeout_s:
                     raise unreachable(self.node, self.address, now - moved_at, exc) from exc
                 if (lost := self._lost()) is not None:
@@ -225,6 +230,8 @@ class BulkClient:
             if headers.get(wire.NODE) != wire.quote(self.node):
                 raise BrokenError(f"node {headers.get(wire.NODE)!r} answers there")
             return facts
+        if status == 503 and facts.get("reason") == "busy":
+            raise BusyError(f"{facts.get('text')}")
         if status in RETRIED:
             raise BrokenError(str(facts.get("text") or f"status {status}"))
         raise error_of(self.node, self.address, status, facts)

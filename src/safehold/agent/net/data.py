@@ -11,7 +11,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Self
 
 from aiohttp import web
@@ -24,6 +25,7 @@ from safehold.agent.net.wire import Refusal
 from safehold.errors import AgentUnavailableError, CheckpointError
 
 TLS_CHUNK_BYTES = 1 << 20
+BUSY_S = 1.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -32,7 +34,8 @@ class DataRoutes:
 
     Args:
         node: This node's name.
-        workers: Threads for what blocks.
+        workers: Threads for what blocks; one transfer needs one at a time.
+        num_transfers: At once; further ones are told to come again after `BUSY_S`. Not more than there are workers.
         patience: How long transfers may take.
         answer: Makes an answer of a status and plain values.
     """
@@ -41,10 +44,12 @@ class DataRoutes:
         self,
         node: str,
         workers: Workers,
+        num_transfers: int,
         patience: Patience,
         answer: Callable[..., web.Response],
     ) -> None:
         self._node, self._workers, self._patience, self._answer = node, workers, patience, answer
+        self._slots = asyncio.Semaphore(num_transfers)
         self._stop = threading.Event()
         self.providers: dict[str, Provider] = {}
         self.sinks: dict[str, Sink] = {}
@@ -54,9 +59,27 @@ class DataRoutes:
         """End the transfers that are under way."""
         self._stop.set()
 
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Wait for others to end, not for long: whoever asks has a deadline, and has to know that we live."""
+        try:
+            async with asyncio.timeout(BUSY_S):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise Refusal(503, "busy", "too many transfers are under way", told=False) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    async def serve(self, request: web.BaseRequest, node: str) -> web.StreamResponse:
+        """Answer a GET or a PUT."""
+        async with self._slot():
+            return await (self._get if request.method == "GET" else self._put)(request, node)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    async def get(self, request: web.BaseRequest, node: str) -> web.StreamResponse:
+    async def _get(self, request: web.BaseRequest, node: str) -> web.StreamResponse:
         """Send a range of what a provider has."""
         kind, name = wire.kind_and_name(request.raw_path)
         provider = self.providers.get(kind)
@@ -118,7 +141,7 @@ class DataRoutes:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    async def put(self, request: web.BaseRequest, node: str) -> web.StreamResponse:
+    async def _put(self, request: web.BaseRequest, node: str) -> web.StreamResponse:
         """Receive a range to where a sink wants it."""
         kind, name = wire.kind_and_name(request.raw_path)
         size = request.content_length
@@ -141,6 +164,8 @@ class DataRoutes:
         except CutError as exc:
             status = 408 if "slow" in str(exc) or "moved" in str(exc) else 400
             raise Refusal(status, "cut", str(exc)) from exc
+        except CheckpointError as exc:  # of the landing's `done`
+            raise Refusal(502, "error", exc.message, told=False, error=exc.to_wire()) from exc
         self.num_bytes_received += size
         answer = self._answer(200, crc32=value, size=size)
         if closing:

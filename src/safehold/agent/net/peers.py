@@ -8,6 +8,7 @@ once something was sent to them, or on request, so that an ordinary node of a la
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ log = logging.getLogger("safehold")
 P = ParamSpec("P")
 
 CONNECTIONS_PER_NODE, SPARE_CONNECTIONS = 6, 64
+SPARE_DESCRIPTORS = 512
 NODES_PER_HEARTBEAT_S = 256
 
 
@@ -97,6 +99,7 @@ class Peers:
             on_back=self._guarded(listeners.on_back),
             on_superseded=self._guarded(listeners.on_superseded),
         )
+        make_room(self._settings.connections.max_connections if self._settings.connections else 0)
         self._thread = LoopThread()
         try:
             self._server = NetworkServer(
@@ -268,9 +271,12 @@ class Peers:
         with self._lock:
             self._check_open()
             peer = self._peers.get(node)
+        if peer is None and node in self._nodes - {self._node}:
+            text = f"it is not known yet where node {node} is"
+            raise AgentUnavailableError(text, node=node, hint="its agent has not said where it listens; is it up?")
         if peer is None:
-            known = "this node itself" if node == self._node else "not known to be anywhere"
-            raise ConfigurationError(f"node {node} is {known}", node=node, hint="'meet' says where nodes are")
+            other = "this node itself" if node == self._node else "not one of this job's"
+            raise ConfigurationError(f"node {node} is {other}", node=node)
         return peer
 
     def _check_open(self) -> None:
@@ -286,3 +292,13 @@ def _for_so_many(settings: NetworkSettings, num_nodes: int) -> NetworkSettings:
         settings = replace(settings, connections=limits)
     slower = settings.control.heartbeat_s * max(1.0, num_nodes / NODES_PER_HEARTBEAT_S)
     return replace(settings, control=replace(settings.control, heartbeat_s=slower))
+
+
+def make_room(num_connections: int) -> None:
+    """Let this process have so many connections each way, as far as the system lets it: 1,024 descriptors are a common limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * num_connections + SPARE_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -84,7 +84,8 @@ class Landing:
         view: Writable and contiguous; filled in place. None: `fd` is used.
         fd: Written at `offset`; stays the sink's, and open until `done` or `failed` was called.
         offset: Where the bytes begin in `fd`.
-        done: All came; gets their CRC32. Called once, unless `failed` is, before the writer hears of it.
+        done: All came; gets their CRC32. Called once, unless `failed` is, before the writer hears of it; a `CheckpointError` reaches
+            the writer as it is.
         failed: They did not all come (cut, too slow, the network was closed); what was filled so far is worthless. Called once.
     """
 

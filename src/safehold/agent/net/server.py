@@ -28,7 +28,7 @@ from safehold.errors import ConfigurationError
 from safehold.events import EventStream
 from safehold.format.crc import crc
 
-NUM_WORKERS = 8
+NUM_TRANSFERS = 32
 MIN_TOKEN_CHARS = 16
 
 OnHeard = Callable[[str], None]
@@ -52,6 +52,7 @@ class NetworkServer:
         tls: Context for TLS, or None.
         limits: Bounds of connections.
         patience: How long bulk transfers may take.
+        num_transfers: How many of them at once; each takes a thread.
 
     Raises:
         ConfigurationError: It cannot listen there, or the token is no good.
@@ -74,6 +75,7 @@ class NetworkServer:
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         patience: Patience | None = None,
+        num_transfers: int = NUM_TRANSFERS,
     ) -> None:
         if len(token) < MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()) or " " in token:
             text = f"the token of the agents has to be {MIN_TOKEN_CHARS} or more printable ASCII characters"
@@ -84,8 +86,8 @@ class NetworkServer:
         self._incarnation = incarnation
         self.refusals = Refusals(events)
         self._inbox = Inbox()
-        self._workers = Workers(NUM_WORKERS, thread.loop)
-        self._data = DataRoutes(node, self._workers, patience or Patience(), self._answer)
+        self._workers = Workers(num_transfers, thread.loop)
+        self._data = DataRoutes(node, self._workers, num_transfers, patience or Patience(), self._answer)
         self.num_messages = 0
         self._sock = listening_socket(bind, port)
         self.address: Address = address_of(self._sock, bind)
@@ -158,10 +160,8 @@ class NetworkServer:
                 return self._answer(200, incarnation=self._incarnation(), connections=self._num_connections())
             case ("GET", wire.METRICS_PATH):
                 return web.Response(text=self._metrics(), headers={"Server": "safehold"})
-            case ("GET", _) if path.startswith(wire.DATA_PATH):
-                return await self._data.get(request, node)
-            case ("PUT", _) if path.startswith(wire.DATA_PATH):
-                return await self._data.put(request, node)
+            case ("GET" | "PUT", _) if path.startswith(wire.DATA_PATH):
+                return await self._data.serve(request, node)
         raise Refusal(404, "path", f"there is no {method} of this path")
 
     def _num_connections(self) -> int:

@@ -29,6 +29,10 @@ class BrokenError(Exception):
     """The connection broke or stalled, or what came is no answer; a new one may do better."""
 
 
+class BusyError(BrokenError):
+    """The other side is there, and has no room for one more transfer now."""
+
+
 class _Raw(io.RawIOBase):
     """The receiving end of a socket, with the stream's deadline for each read."""
 

@@ -51,17 +51,7 @@ class Target:
         return socket.create_connection((self.peers.address.host, self.peers.address.port), timeout=TIMEOUT_S)
 
     def head(self, start: str, **changes: str | None) -> bytes:
-        """Return the head of a request of node `a`; underscores in the names of headers stand for hyphens, None takes one away."""
-        headers: dict[str, str | None] = {
-            "Host": "x",
-            "Authorization": f"Bearer {TOKEN}",
-            wire.RUN: wire.quote(RUN),
-            wire.INCARNATION: "1",
-            wire.NODE: "a",
-        }
-        headers |= {name.replace("_", "-"): value for name, value in changes.items()}
-        lines = [f"{start} HTTP/1.1"] + [f"{name}: {value}" for name, value in headers.items() if value is not None]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+        return request_head(start, **changes)
 
     def messages(self, payloads: list[bytes], first: int = 1, **changes: str | None) -> bytes:
         """Return a whole request with messages."""
@@ -81,6 +71,20 @@ class Target:
 
     def close(self) -> None:
         self.peers.close()
+
+
+def request_head(start: str, **changes: str | None) -> bytes:
+    """Return the head of a request of node `a`; underscores in the names of headers stand for hyphens, None takes one away."""
+    headers: dict[str, str | None] = {
+        "Host": "x",
+        "Authorization": f"Bearer {TOKEN}",
+        wire.RUN: wire.quote(RUN),
+        wire.INCARNATION: "1",
+        wire.NODE: "a",
+    }
+    headers |= {name.replace("_", "-"): value for name, value in changes.items()}
+    lines = [f"{start} HTTP/1.1"] + [f"{name}: {value}" for name, value in headers.items() if value is not None]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def receive(sock: socket.socket) -> Answer:

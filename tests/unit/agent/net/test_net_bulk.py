@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
@@ -12,10 +13,11 @@ from dataclasses import dataclass, field
 
 import pytest
 from net_proxy import Proxy, wait_for
-from net_raw import Answer, Target, is_closed, receive
+from net_raw import Answer, Target, is_closed, receive, request_head
 from net_world import RealWorld, settings_for
 
 from safehold.agent.net.addresses import Address
+from safehold.agent.net.bulk import BulkSettings
 from safehold.agent.net.seam import Incoming, Landing, Source
 from safehold.errors import AgentUnavailableError, CheckpointError, ChecksumError, DeadlineError, IntegrityError
 from safehold.format.crc import crc
@@ -389,6 +391,51 @@ def test_a_dead_disk_holds_a_thread_and_not_the_node(target: Target) -> None:
         assert target.ask(target.messages([b"1"])).status == 200
         stuck.set()
         assert receive(sock).status == 404
+
+
+def test_who_comes_while_all_are_busy_waits_its_turn(world: RealWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as its deadline says, though longer than the peer timeout: the peer says that it lives."""
+    monkeypatch.setattr("safehold.agent.net.data.BUSY_S", 0.01)
+    monkeypatch.setattr(world.peers["b"].server._data, "_slots", asyncio.Semaphore(1))
+    monkeypatch.setattr(world.peers["a"]._peers["b"].bulk, "_settings", BulkSettings(peer_timeout_s=0.3))
+    fd, stuck = memory(b"12345"), threading.Event()
+
+    def provider(node: str, name: str) -> Source:
+        if name == "slow":
+            stuck.wait(10)
+        return Source(fd=os.dup(fd), offset=0, size=5)
+
+    world.peers["b"].provide("pack", provider)
+    view, results = memoryview(bytearray(5)), list[int]()
+
+    def read() -> None:
+        results.append(world.peers["a"].read_into("b", "pack", "quick", 0, view, deadline_s=10))
+
+    with socket.create_connection((world.peers["b"].address.host, world.peers["b"].address.port)) as sock:
+        sock.sendall(request_head("GET /v1/data/pack/slow"))
+        assert wait_for(lambda: world.peers["b"].server._data._slots.locked())
+        thread = threading.Thread(target=read)
+        thread.start()
+        time.sleep(0.5)
+        assert thread.is_alive()
+        with pytest.raises(DeadlineError, match="too many transfers"):
+            world.peers["a"].read_into("b", "pack", "quick", 0, view, deadline_s=0.1)
+        stuck.set()
+        thread.join(5)
+    assert results == [crc(b"12345")]
+    os.close(fd)
+
+
+def test_a_sink_may_refuse_what_came(world: RealWorld) -> None:
+    def refuse(value: int) -> None:
+        raise ChecksumError("not what the record says", node="b")
+
+    buffer = bytearray(3)
+    world.peers["b"].accept(
+        "copy", lambda incoming: Landing(view=memoryview(buffer), done=refuse, failed=lambda error: None)
+    )
+    with pytest.raises(ChecksumError, match="not what the record says"):
+        world.peers["a"].write_from("b", "copy", "x", 0, memoryview(b"123"), total=3, deadline_s=5)
 
 
 def test_the_proxy_cuts() -> None:

@@ -92,8 +92,9 @@ def test_strangers_cannot_be_met() -> None:
     peers = make_peers("a", ["a", "b"], Log())
     with pytest.raises(ConfigurationError, match="z"):
         peers.meet({"z": Address("127.0.0.1", 9)})
-    with pytest.raises(ConfigurationError, match="not known to be anywhere"):
+    with pytest.raises(AgentUnavailableError, match="not known yet where node b is"):
         peers.send("b", b"")
+    assert list(peers.broadcast(b"")) == ["b"]
     peers.close()
 
 
@@ -114,6 +115,25 @@ def test_late_requests_of_what_was_given_up_are_refused(target: Target) -> None:
     late = target.ask(target.messages([b"late"], first=2, X_Safehold_Session=f"{origin}.1"))
     assert (late.status, late.facts["reason"]) == (410, "session")
     assert [payload for _, payload in target.log.messages] == [b"1"]
+
+
+def test_many_nodes_have_room() -> None:
+    """A lead keeps a connection to and from each of thousands of nodes, whatever the soft limit of descriptors was."""
+    code = (
+        "import resource, sys\n"
+        "from safehold.agent.net.peers import make_room\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(hard, 1 << 20) if hard > 0 else 1 << 20))\n"
+        "make_room(100)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 712\n"
+        "make_room(10)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 712\n"
+        "make_room(1 << 30)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "assert soft == hard\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_agent_alone_does_not_pay_for_the_network() -> None:
