@@ -136,9 +136,9 @@ def test_places_that_are_no_run_directory(rig: Rig, what: str) -> None:
         (rig.run / "thesis.tex").write_text("precious")
         path = rig.run
     else:
-        path = Path("s3://bucket/run")
+        path = Path("no such kind of place")
     with rig.job(2) as job:
-        for result in job.each("open", str(path) if what != "no path" else "s3://bucket/run", start_timeout_s=20):
+        for result in job.each("open", str(path) if what != "no path" else "ftp://host/run", start_timeout_s=20):
             assert isinstance(result, RankError)
             assert result.name in ("ConfigurationError", "StorageError")
     if what == "a file":

@@ -17,12 +17,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from puppets import Rig
+from puppets import Rig, until
 from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server, require_binary, signed_exchange, signed_request
 
 import safehold
-from safehold.errors import CheckpointError, ConfigurationError, StorageError, StorageReadOnlyError
+from safehold.errors import CheckpointError, ConfigurationError, StorageError, StorageReadOnlyError, TornFileError
 from safehold.host.disk import join
+from safehold.pipeline.catalog import Catalog
+from safehold.policy.belief import believed
 from safehold.testing.tier_suite import MIB, TierSuite, pattern
 from safehold.tiers.base import Entry, Tier
 from safehold.tiers.object_requests import Patience, open_stores
@@ -99,6 +101,16 @@ def test_markers_of_folders_are_nothing(s3: S3Server) -> None:
     assert [(entry.name, entry.is_dir) for entry in tier.list("")] == [("c", True)]
     tier.delete_tree("c/10")
     assert tier.list("c/10") == []
+
+
+@pytest.mark.parametrize("data", [pattern(1000, 1), b"short"])
+def test_a_pack_that_is_replaced_under_its_reader(s3: S3Server, data: bytes) -> None:
+    tier = quick_tier()
+    tier.put("p", pattern(1000))
+    reader = tier.open_pack("p")
+    tier.put("p", data)
+    with pytest.raises(TornFileError, match="replaced"):
+        reader.read_into(0, memoryview(bytearray(1000)))
 
 
 def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +284,62 @@ def test_a_run_with_its_agent(s3: S3Server, rig: Rig) -> None:
     done = command("verify", url)
     assert done.returncode == 0, done.stdout + done.stderr
     assert safehold.load(url)["n"] == 6
+    until(lambda: steps_of(url) == [6], "retention to leave one checkpoint")
+
+
+def steps_of(url: str) -> list[int]:
+    return sorted(commit.step for commit in believed(Catalog(open_tier(url)).listing()))
+
+
+OUTAGE = """
+import sys, time
+import numpy
+import safehold
+from safehold.errors import CheckpointError
+state = {"w": numpy.zeros(3_000_000), "n": 0}
+ckpt = safehold.Checkpointer(sys.argv[1], flush_timeout_s=8)
+for step in range(1, 4):
+    print("ready", step, flush=True)
+    sys.stdin.readline()
+    begun, state["n"] = time.monotonic(), step
+    try:
+        ckpt.save(step, state).wait()
+        print("saved", step, flush=True)
+    except CheckpointError as exc:
+        print("failed", step, type(exc).__name__, round(time.monotonic() - begun), str(exc).splitlines()[0], flush=True)
+ckpt.close()
+"""
+
+
+def test_an_outage_costs_one_save(tmp_path: Path, rig: Rig) -> None:
+    """While the store is away a save fails by name, within its deadline; training goes on, and so do later saves."""
+    require_binary()
+    with S3Server(tmp_path / "s3") as server:
+        url = f"s3://{BUCKET}/run"
+        script = rig.directory / "outage.py"
+        script.write_text(OUTAGE)
+        with subprocess.Popen(
+            [sys.executable, str(script), url],
+            env={**rig.environment(), **server.environment()},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        ) as program:  # fmt: skip
+            try:
+                assert program.stdin is not None and program.stdout is not None
+                said = []
+                for step in (1, 2, 3):
+                    if step == 2:
+                        server.kill()
+                    if step == 3:
+                        server.start()
+                    assert program.stdout.readline() == f"ready {step}\n"
+                    program.stdin.write("\n")
+                    program.stdin.flush()
+                    said.append(program.stdout.readline())
+                rest = program.communicate(timeout=60)[0]
+            finally:
+                program.kill()
+        assert said[0] == "saved 1\n" and said[2] == "saved 3\n" and program.returncode == 0, f"{said} {rest}"
+        assert said[1].startswith("failed 2") and int(said[1].split()[3]) <= 30, said
 
 
 def test_a_server_that_is_killed_in_mid_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,12 +109,18 @@ class S3Server:
             time.sleep(0.1)
 
     def _make_bucket(self) -> bool:
-        """Make the bucket with a signed request of our own, so that no client under test is needed for it."""
+        """Make the bucket and an object, with signed requests of our own, so that no client under test is needed for it.
+
+        The service answers before it has a place to put data.
+        """
         try:
-            status = signed_request(self, "PUT", f"/{BUCKET}")
+            return (
+                signed_request(self, "PUT", f"/{BUCKET}") in (200, 409)
+                and signed_request(self, "PUT", f"/{BUCKET}/ready", body=bytes(1 << 20)) == 200
+                and signed_request(self, "DELETE", f"/{BUCKET}/ready") == 204
+            )
         except (OSError, http.client.HTTPException):
             return False
-        return status in (200, 409)
 
     def kill(self) -> None:
         """Kill it as a power cut would."""
@@ -136,6 +142,12 @@ class S3Server:
             process.wait(STOP_S)
 
     def __enter__(self) -> S3Server:
+        for _ in range(2):
+            try:
+                self.start()
+                return self
+            except RuntimeError:  # somebody took one of the ports meanwhile
+                self._ports = _free_ports(8)
         self.start()
         return self
 
