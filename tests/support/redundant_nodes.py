@@ -1,8 +1,8 @@
 """Nodes with a tier each and a checkpoint of random files, for tests of redundancy.
 
-    nodes = Nodes(tmp_path, [[5000, 0], [3 << 20], []])     # sizes of the packs of each node
-    nodes.protect(layout)
-    nodes.lose(1)
+nodes = Nodes(tmp_path, [[5000, 0], [3 << 20], []])     # sizes of the packs of each node
+nodes.protect(layout)
+nodes.lose(1)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from safehold.errors import AgentUnavailableError
 from safehold.format import crc, document, paths, records
 from safehold.format.redundancy import RedundancyRecord
-from safehold.pipeline.rebuild import LostNode, open_lost
+from safehold.pipeline.lost_node import LostNode, open_lost
 from safehold.pipeline.redundancy import Effort, protect
 from safehold.policy.placement import Layout
 from safehold.testing.fake_disk import FakeDisk

@@ -135,6 +135,11 @@ def parse_redundancy_share(name: str) -> tuple[int, int] | None:
     return None if numbers is None else (numbers[0], numbers[1])
 
 
+def is_redundancy(name: str) -> bool:
+    """Whether a file name is one of `redundancy_record` or `redundancy_share`."""
+    return parse_redundancy_record(name) is not None or parse_redundancy_share(name) is not None
+
+
 def tombstone(incarnation: int) -> str:
     """Return the file name of the tombstone that an incarnation lays beside a manifest."""
     return f"tombstone-{_check(incarnation)}.json"
