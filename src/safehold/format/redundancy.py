@@ -87,10 +87,11 @@ def encode_redundancy(record: RedundancyRecord, node_records: Sequence[bytes]) -
         if len(data) != ref.size_bytes or document.digest(data) != ref.blake3:
             raise ValueError(f"the record of node {ref.node} is not the one that is named")
     head = document.seal(KIND, msgspec.to_builtins(record, str_keys=True))
-    size = file_bytes(record, len(head))
-    if size > document.max_file_bytes(KIND):
-        raise ValueError(f"the node records of {len(record.members)} members are too large for one record")
-    return b"".join((head, *node_records)).ljust(size, b"\0")
+    try:
+        decode_head(head, path=KIND)
+    except ManifestError as exc:
+        raise ValueError(exc.message) from None
+    return b"".join((head, *node_records)).ljust(file_bytes(record, len(head)), b"\0")
 
 
 def file_bytes(record: RedundancyRecord, head_bytes: int) -> int:
