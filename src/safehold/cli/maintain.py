@@ -212,6 +212,7 @@ def _report(report: Any) -> dict[str, Any]:
                 "num_keys": fault.num_keys,
                 "node": fault.node,
                 "rank": fault.rank,
+                "redundancy": fault.redundancy,
             }
             for fault in report.faults
         ],
