@@ -1,20 +1,23 @@
 """Works off ranges of blocks with a few threads, within bounded memory, time and pace.
 
 Invariants: no more buffers exist than threads times what one job needs; the first failure stops the others and is raised; when a call
-returns, none of its threads works any more.
+ends, none of its threads works any more, but for one that a dead disk or network holds: that one ends with the call it hangs in.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from safehold.clock import SYSTEM_CLOCK, Clock
-from safehold.errors import DeadlineError, SkippedError
+from safehold.errors import CheckpointError, DeadlineError, SkippedError
 from safehold.format.crc import BLOCK_BYTES
+from safehold.tiers.base import PackWriter
 
 J = TypeVar("J")
 
@@ -30,6 +33,7 @@ class Effort:
         memory_bytes: For all buffers together; exceeded only where one block of each symbol does not fit.
         deadline_s: Seconds until the work is given up; what one read takes is bounded by whoever reads.
         cancelled: Asked between batches whether to give up.
+        patience_s: How long a thread that has to stop is waited for.
         pace: Told the bytes that were read or written after each batch; may wait, to leave training alone.
         clock: Time.
     """
@@ -37,6 +41,7 @@ class Effort:
     threads: int = 2
     memory_bytes: int = 64 << 20
     deadline_s: float = 3600.0
+    patience_s: float = 5.0
     cancelled: Callable[[], bool] = lambda: False
     pace: Callable[[int], None] = lambda num_bytes: None
     clock: Clock = SYSTEM_CLOCK
@@ -61,11 +66,29 @@ class Watch:
             DeadlineError: The time is over.
             SkippedError: It was cancelled.
         """
+        if (verdict := self.verdict()) is not None:
+            raise verdict
+
+    def verdict(self) -> CheckpointError | None:
+        """Return what `check` would raise."""
         if self._effort.cancelled():
-            raise SkippedError(f"{self._doing} was given up")
+            return SkippedError(f"{self._doing} was given up")
         if self._effort.clock.monotonic() >= self._end:
             hint = "the other nodes or the storage are slow; allow more time, or look which"
-            raise DeadlineError(f"{self._doing} did not end within {self._effort.deadline_s:g} s", hint=hint)
+            return DeadlineError(f"{self._doing} did not end within {self._effort.deadline_s:g} s", hint=hint)
+        return None
+
+
+class StuckError(Exception):
+    """A thread hangs in storage or network, and still has the files and buffers of its job.
+
+    Attributes:
+        failure: Why the work was given up.
+    """
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 def make_buffer(num_blocks: int) -> memoryview:
@@ -87,6 +110,7 @@ def in_threads(
 
     Raises:
         CheckpointError: The first failure.
+        StuckError: There was one, and a thread does not stop.
     """
     lock, failures = threading.Lock(), list[BaseException]()
     size = effort.batch_blocks(num_buffers)
@@ -95,6 +119,10 @@ def in_threads(
         with lock:
             return None if failures else next(jobs, None)
 
+    def fail(exc: BaseException) -> None:
+        with lock:
+            failures.append(exc)
+
     def run() -> None:
         try:
             buffers = [make_buffer(size) for _ in range(num_buffers)]
@@ -102,21 +130,41 @@ def in_threads(
                 watch.check()
                 effort.pace(work(job, buffers))
         except BaseException as exc:  # carried to the caller's thread
-            with lock:
-                failures.append(exc)
+            fail(exc)
 
-    threads = [threading.Thread(target=run, name=f"redundancy-{n}") for n in range(max(1, effort.threads))]
+    threads = [threading.Thread(target=run, name=f"redundancy-{n}", daemon=True) for n in range(max(1, effort.threads))]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-    except BaseException as exc:  # interrupted: nobody may write any more once this returns
-        with lock:
-            failures.append(exc)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        raise
+        while not failures and (alive := [thread for thread in threads if thread.is_alive()]):
+            alive[0].join(0.1)
+            if alive[0].is_alive() and (late := watch.verdict()) is not None:
+                fail(late)
+    except BaseException as exc:  # interrupted, or no more threads to be had
+        fail(exc)
+    _await(threads, effort.patience_s, failures)
     if failures:
         raise failures[0]
+
+
+def _await(threads: list[threading.Thread], patience_s: float, failures: list[BaseException]) -> None:
+    """Wait for threads that have to stop; one that hangs in storage or network is left behind."""
+    end = time.monotonic() + patience_s
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+    if failures and any(thread.is_alive() for thread in threads):
+        raise StuckError(failures[0])
+
+
+@contextmanager
+def written(writer: PackWriter) -> Iterator[None]:
+    """Finish a pack when the block ends, and remove it when it fails; one that a thread still writes is left alone."""
+    try:
+        yield
+        writer.finish()
+    except StuckError as exc:
+        raise exc.failure from None
+    except BaseException:
+        writer.abort()
+        raise

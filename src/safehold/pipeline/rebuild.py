@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from safehold.errors import ChecksumError, IntegrityError, StorageError
 from safehold.format import crc, paths
-from safehold.pipeline.block_work import Effort, Watch, in_threads, make_buffer
+from safehold.pipeline.block_work import Effort, Watch, in_threads, make_buffer, written
 from safehold.pipeline.lost_node import LostNode
 from safehold.pipeline.symbols import BLOCK, BadSource
 from safehold.policy.stripes import StreamFile
@@ -84,30 +84,25 @@ def rebuild(tier: Tier, lost: LostNode, *, effort: Effort | None = None) -> Rebu
 
 def _write(tier: Tier, lost: LostNode, file: StreamFile, effort: Effort, watch: Watch) -> None:
     """Write one file, and make its data durable."""
-    objects = file.name == paths.node_objects(lost.record.node)
+    digest = blake3() if file.name == paths.node_objects(lost.record.node) else None
+    if digest is not None:
+        effort = replace(effort, threads=1)  # in order
+    number = lost.num_buffers + 1
     writer = tier.create_pack(f"{lost.directory}/{file.name}", file.size_bytes)
-    try:
-        digest = blake3() if objects else None
 
-        def work(job: tuple[int, int], buffers: list[memoryview]) -> int:
-            data = lost.read_blocks(file, *job, buffers[-1], buffers[:-1])
-            writer.write_at(job[0] * BLOCK, data)
-            if digest is not None:
-                digest.update(data)
-            return data.nbytes * (lost.num_buffers + 1)
+    def work(job: tuple[int, int], buffers: list[memoryview]) -> int:
+        data = lost.read_blocks(file, *job, buffers[-1], buffers[:-1])
+        writer.write_at(job[0] * BLOCK, data)
+        if digest is not None:
+            digest.update(data)
+        return data.nbytes * number
 
-        number = lost.num_buffers + 1
-        in_order = replace(effort, threads=1) if objects else effort
-        in_threads(
-            _jobs(lost, file, in_order.batch_blocks(number)), work, num_buffers=number, effort=in_order, watch=watch
-        )
+    with written(writer):
+        jobs = _jobs(lost, file, effort.batch_blocks(number))
+        in_threads(jobs, work, num_buffers=number, effort=effort, watch=watch)
         if digest is not None and digest.hexdigest() != lost.record.objects_blake3:
             text = "what the set gives back of the objects does not match the node record"
             raise ChecksumError(text, node=str(lost.record.node), path=f"{lost.directory}/{file.name}")
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _jobs(lost: LostNode, file: StreamFile, most: int) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ from safehold.format.records import Manifest, NodeRecord, NodeRef
 from safehold.format.redundancy import RedundancyRecord, ShareRecord
 from safehold.host import parity
 from safehold.pipeline import agreement
-from safehold.pipeline.block_work import Effort, Watch, in_threads
+from safehold.pipeline.block_work import Effort, Watch, in_threads, written
 from safehold.pipeline.symbols import BLOCK, Members, SetView, Symbols, read_document, view_of
 from safehold.policy.placement import RedundancySet
 from safehold.tiers.base import PackWriter, Tier
@@ -152,7 +152,7 @@ class _Maker:
         crcs = np.zeros(crc.num_blocks(size), dtype=np.uint32)
         if size:
             writer = self._tier.create_pack(f"{self._view.directory}/{name}", size)
-            try:
+            with written(writer):
                 in_threads(
                     self._jobs(len(crcs)),
                     partial(self._rows, writer, stripe, coefficients_of(of)[row], size, crcs),
@@ -160,10 +160,6 @@ class _Maker:
                     effort=self._effort,
                     watch=self._watch,
                 )
-                writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
         return ShareRecord(
             file=name,
             row=row,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,38 @@ def test_pace_is_told_what_moved() -> None:
     nodes, told = Nodes(None, [[3 * MIB], [3 * MIB]]), list[int]()
     nodes.protect(layout(2, copies=1), nodes=[0], effort=Effort(pace=told.append, threads=1))
     assert sum(told) == 6 * MIB
+
+
+def test_a_node_that_hangs_for_ever_is_not_waited_for() -> None:
+    class Hanging(Nodes):
+        gate = threading.Event()
+
+        def read_into(self, node: int, path: str, offset: int, buffer: memoryview) -> None:
+            if path.endswith("safetensors"):
+                self.gate.wait(20)
+            super().read_into(node, path, offset, buffer)
+
+    nodes = Hanging(None, [[5000], [6000]])
+    begun = time.monotonic()
+    effort = Effort(deadline_s=0.1, patience_s=0.1)
+    with pytest.raises(DeadlineError, match="did not end within"):
+        protect(nodes.tiers[0], nodes.manifest, 0, layout(2, copies=1).sets[0], nodes, effort=effort)
+    assert time.monotonic() - begun < 5
+    nodes.gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("redundancy-"):
+            thread.join(10)
+    assert not any(paths.is_redundancy(name) for name in nodes.files(0))
+
+
+def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(None, [[5000], [6000]])
+    effort = Effort(cancelled=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        protect(nodes.tiers[0], nodes.manifest, 0, layout(2, copies=1).sets[0], nodes, effort=effort)
+    assert paths.redundancy_record(0) not in nodes.files(0)
+    nodes.protect(layout(2, copies=1))
+    assert paths.redundancy_record(0) in nodes.files(0)
 
 
 def test_threads_stop_at_the_first_failure_and_none_is_left() -> None:
