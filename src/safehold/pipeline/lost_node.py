@@ -127,6 +127,7 @@ class LostNode:
         self.record_bytes: bytes = self._view.stored[position]
         self._objects: npt.NDArray[np.uint32] | None = None
         self._lock = threading.Lock()
+        self._is_copy = self._view.of.num_data == 1  # then a symbol is the block itself
 
     @property
     def directory(self) -> str:
@@ -243,14 +244,15 @@ class LostNode:
         stripe, chunk, row = self._view.geometry.locate(self._position, block)
         known: list[int] = []
         for symbol in self._candidates(stripe, chunk, row, count):
-            bad = self._read(symbol, stripe, row, count, spare[len(known)])
+            bad = self._read(symbol, stripe, row, count, target if self._is_copy else spare[len(known)])
             if len(bad) == count:
                 continue
             if bad:
                 return False
             known.append(symbol)
             if len(known) == self._view.of.num_data:
-                self._sum(known, chunk, spare, target[: count * BLOCK])
+                if not self._is_copy:
+                    self._sum(known, chunk, spare, target[: count * BLOCK])
                 return wanted is None or bool((crc.crc_blocks(target[:length]) == wanted).all())
         return False
 
@@ -258,13 +260,14 @@ class LostNode:
         stripe, chunk, row = self._view.geometry.locate(self._position, block)
         known: list[int] = []
         for symbol in self._candidates(stripe, chunk, row, 1):
-            if not self._read(symbol, stripe, row, 1, spare[len(known)]):
+            if not self._read(symbol, stripe, row, 1, target if self._is_copy else spare[len(known)]):
                 known.append(symbol)
                 if len(known) == self._view.of.num_data:
                     break
         else:
             raise self._cannot(block)
-        self._sum(known, chunk, spare, target[:BLOCK])
+        if not self._is_copy:
+            self._sum(known, chunk, spare, target[:BLOCK])
         if wanted is not None and crc.crc(target[:length]) != wanted:
             self._search(block, length, target, wanted)
 

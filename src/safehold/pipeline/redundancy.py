@@ -194,7 +194,10 @@ class _Maker:
             used.append(factor)
             sources.append(source[:length])
         target = buffers[-1][:length]
-        parity.sum_into(used, sources, target)
+        if used == [1]:
+            target = sources[0]  # a copy, or a row that one member alone has data in
+        else:
+            parity.sum_into(used, sources, target)
         crcs[row : row + count] = crc.crc_blocks(target)
         writer.write_at(row * BLOCK, target)
         return length * (len(sources) + 1)

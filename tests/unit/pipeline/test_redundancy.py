@@ -210,7 +210,7 @@ def test_memory_is_bounded_and_reads_are_large() -> None:
     sizes = [length for _, path, _, length in nodes.reads if path.endswith("safetensors")]
     assert max(sizes) == 2 * MIB and sum(sizes) == 9 * MIB
     assert Effort(threads=4, memory_bytes=MIB).batch_blocks(7) == 1
-    assert Effort(threads=1, memory_bytes=1 << 40).batch_blocks(7) == 8
+    assert Effort(threads=1, memory_bytes=1 << 40).batch_blocks(7) == 4
 
 
 def test_pace_is_told_what_moved() -> None:
