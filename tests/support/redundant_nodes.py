@@ -11,6 +11,8 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from safehold.errors import AgentUnavailableError
 from safehold.format import crc, document, paths, records
 from safehold.format.redundancy import RedundancyRecord
@@ -45,8 +47,9 @@ class Nodes:
         objects: Mapping[int, int] | None = None,
         seed: int = 0,
         run_id: str = "run",
+        objects_blake3: str | None = None,
     ) -> None:
-        """Write a checkpoint; without a root the tiers are on fake disks."""
+        """Write a checkpoint; without a root the tiers are on fake disks. `objects_blake3`: what node records say, true or not."""
         self.silent: set[int] = set()
         self.reads: list[tuple[int, str, int, int]] = []
         self.root = root
@@ -57,6 +60,8 @@ class Nodes:
         for node, sizes in enumerate(packs):
             size = (objects or {}).get(node, 0)
             record, files = _files(node, sizes, size, rng, run_id)
+            if objects_blake3 is not None and size:
+                record = msgspec.structs.replace(record, objects_blake3=objects_blake3)
             files[paths.node_record(node)] = data = records.encode_node_record(record)
             self.wanted[node] = files
             refs.append(records.NodeRef(node=node, size_bytes=len(data), blake3=document.digest(data)))

@@ -190,7 +190,7 @@ def _parity(words: str) -> Scheme:
 def place(scheme: Scheme, nodes: Iterable[int], domains: Mapping[int, str] | None = None) -> Layout:
     """Put nodes into redundancy sets.
 
-    The nodes are listed domain by domain, the largest first, and dealt to the sets one by one. So sizes of sets differ by one at most,
+    The nodes are listed domain by domain and dealt to the sets one by one. So sizes of sets differ by one at most,
     and each set has as few nodes of each domain, at each level of nesting, as any way of dealing them could give.
 
     Args:
@@ -280,14 +280,14 @@ def _percent(scheme: Scheme) -> int:
 
 
 def _by_domain(nodes: Sequence[int], tree: Mapping[int, tuple[str, ...]], level: int) -> list[int]:
-    """List nodes so that those of a domain, at each level, stand together; larger domains first."""
+    """List nodes so that those of a domain, at each level, stand together."""
     groups: dict[tuple[str, int], list[int]] = {}
     for node in nodes:
         names = tree[node]
         key = (names[level], -1) if level < len(names) else ("", node)
         groups.setdefault(key, []).append(node)
     order = []
-    for (_, lone), members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+    for (_, lone), members in sorted(groups.items()):
         order += members if lone >= 0 else _by_domain(members, tree, level + 1)
     return order
 

@@ -6,16 +6,18 @@ import itertools
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from redundant_nodes import DIRECTORY, Nodes
 
 from safehold.errors import CheckpointError, ChecksumError, StorageError, TornFileError
-from safehold.format import crc, document, paths, redundancy
+from safehold.format import crc, paths, redundancy
 from safehold.pipeline import symbols
 from safehold.pipeline.block_work import Effort
 from safehold.pipeline.lost_node import open_lost
 from safehold.pipeline.rebuild import rebuild
-from safehold.policy.placement import Layout, parse_scheme, place, survives
+from safehold.pipeline.redundancy import protect
+from safehold.policy.placement import Layout, RedundancySet, parse_scheme, place, survives
 from safehold.testing.fake_tier import FakeTier
 
 MIB = 1 << 20
@@ -34,6 +36,22 @@ def rebuilt(nodes: Nodes, node: int, **options) -> dict[str, bytes]:
     nodes.replace(node)
     rebuild(nodes.tiers[node], lost, **options)
     return nodes.files(node)
+
+
+def forge(nodes: Nodes, holder: int, row: int, data: bytes) -> None:
+    """Let a node hold something else in a share, with a record that fits it."""
+    stored, parts = redundancy.decode_redundancy(nodes.files(holder)[paths.redundancy_record(holder)], path="")
+    forged = redundancy.ShareRecord(
+        file=stored.shares[row].file,
+        row=row,
+        size_bytes=len(data),
+        crc32=crc.crc(data),
+        block_crcs=crc.encode_crcs(crc.crc_blocks(data)),
+    )
+    shares = tuple(forged if share.row == row else share for share in stored.shares)
+    sealed = redundancy.encode_redundancy(msgspec.structs.replace(stored, shares=shares), parts)
+    nodes.tiers[holder].put(f"{DIRECTORY}/{forged.file}", data)
+    nodes.tiers[holder].put(f"{DIRECTORY}/{paths.redundancy_record(holder)}", sealed)
 
 
 @pytest.mark.parametrize("words", SCHEMES)
@@ -176,19 +194,10 @@ def test_a_share_that_was_made_of_something_else_is_found_by_the_node_record() -
     nodes = Nodes(None, [[MIB], [MIB], [MIB]])
     nodes.protect(layout(3, "2"))
     for holder in (1, 2):
-        stored, parts = redundancy.decode_redundancy(nodes.files(holder)[paths.redundancy_record(holder)], path="")
+        stored, _ = redundancy.decode_redundancy(nodes.files(holder)[paths.redundancy_record(holder)], path="")
         members = [ref.node for ref in stored.members]
         row = next(r for r in range(2) if members[(members.index(holder) + 2 - r) % 3] == 0)
-        share, data = stored.shares[row], bytes(stored.shares[row].size_bytes)
-        blocks = crc.crc_blocks(data)
-        forged = redundancy.ShareRecord(
-            file=share.file, row=row, size_bytes=len(data), crc32=crc.crc(data), block_crcs=crc.encode_crcs(blocks)
-        )
-        shares = tuple(forged if other.row == row else other for other in stored.shares)
-        changed = {field: getattr(stored, field) for field in stored.__struct_fields__} | {"shares": shares}
-        sealed = redundancy.encode_redundancy(redundancy.RedundancyRecord(**changed), parts)
-        nodes.tiers[holder].put(f"{DIRECTORY}/{share.file}", data)
-        nodes.tiers[holder].put(f"{DIRECTORY}/{paths.redundancy_record(holder)}", sealed)
+        forge(nodes, holder, row, bytes(stored.shares[row].size_bytes))
         nodes.silent = {0}
         if holder == 1:
             buffer = bytearray(MIB)
@@ -271,7 +280,10 @@ def test_a_finished_rebuild_is_not_done_again_but_for_what_is_damaged() -> None:
     assert again.files == () and len(again.kept) == 3
     nodes.flip(0, paths.pack(0, 0, 1), 77)
     nodes.tiers[0].put(f"{DIRECTORY}/{paths.node_objects(0)}", b"short")
-    repaired = rebuild(tier, lost)
+    watched = FakeTier(tier)
+    repaired = rebuild(watched, lost)
+    order = [op.path.rsplit("/", 1)[-1] for op in watched.log if op.kind in ("delete", "create_pack", "put")]
+    assert order[0] == order[-1] == paths.node_record(0), "nothing is believed in between"
     assert set(repaired.files) == {paths.pack(0, 0, 1), paths.node_objects(0)}
     assert nodes.files(0) == nodes.wanted[0]
 
@@ -311,13 +323,30 @@ def test_a_replacement_makes_its_own_share_and_the_next_loss_is_survived() -> No
 def test_two_layouts_at_once_the_one_that_most_agree_on_counts() -> None:
     nodes = Nodes(None, [[MIB]] * 4)
     nodes.protect(layout(4, "rs:2+2"))
-    nodes.protect(layout(4, "3"), nodes=[1])
+    other = RedundancySet(
+        kind="copies", num_data=1, num_parity=1, members=(0, 2, 1, 3)
+    )  # node 3 has the copy of node 0
+    protect(nodes.tiers[1], nodes.manifest, 1, other, nodes)
     nodes.lose(0)
     assert rebuilt(nodes, 0) == nodes.wanted[0]
 
 
-def test_digest_of_the_objects_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(None, [[10], [10]], objects={0: 2 * MIB})
+def test_shares_of_sizes_that_the_set_does_not_give_do_not_count() -> None:
+    nodes = Nodes(None, [[3 * MIB], [3 * MIB], [3 * MIB]])
+    nodes.protect(layout(3, "xor:3"))
+    for node in (1, 2):
+        share = bytes(MIB)
+        forge(nodes, node, 0, share)
+    nodes.lose(0)
+    with pytest.raises(TornFileError) as caught:
+        rebuilt(nodes, 0)
+    assert caught.value.hint == "node 1 has made no redundancy; node 2 has made no redundancy"
+
+
+def test_the_digest_of_the_objects_counts_too() -> None:
+    nodes = Nodes(None, [[10], [10]], objects={0: 2 * MIB}, objects_blake3="ab" * 32)
     nodes.protect(layout(2, "1"))
     nodes.lose(0)
-    assert document.digest(rebuilt(nodes, 0)[paths.node_objects(0)]) == nodes.lost(0).record.objects_blake3
+    with pytest.raises(ChecksumError, match="the objects does not match"):
+        rebuilt(nodes, 0)
+    assert nodes.files(0) == {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from redundant_nodes import COMMIT, DIRECTORY, Nodes
 
@@ -13,16 +15,18 @@ from safehold.errors import (
     AgentUnavailableError,
     ChecksumError,
     DeadlineError,
+    ManifestError,
     SkippedError,
     StorageError,
     TornFileError,
 )
 from safehold.format import crc, paths, records, redundancy
 from safehold.pipeline.block_work import Effort, Watch, in_threads
-from safehold.pipeline.redundancy import protect
+from safehold.pipeline.redundancy import check_against, protect
 from safehold.policy.placement import parse_scheme, place
 from safehold.policy.stripes import Geometry, stream_of
 from safehold.testing.fake_tier import FakeTier
+from safehold.types import CommitId
 
 MIB = 1 << 20
 
@@ -59,6 +63,19 @@ def test_xor_of_four_nodes() -> None:
             total ^= int.from_bytes(own[(node + 1 + chunk) % 4][chunk * MIB : (chunk + 1) * MIB], "little")
         (share,) = shares(nodes, node).values()
         assert share.ljust(MIB, b"\0") == total.to_bytes(MIB, "little")
+
+
+def test_xor_of_many_small_files_in_buffers_that_are_used_again() -> None:
+    rng = random.Random(4)
+    nodes = Nodes(None, [[rng.randrange(1, 5000) for _ in range(12)] for _ in range(3)])
+    nodes.protect(layout(3, parity="xor:3"), effort=Effort(threads=1, memory_bytes=6 * MIB))
+    own = [[nodes.wanted[node][paths.pack(node, node, part)] for part in range(12)] for node in range(3)]
+    for node in range(3):
+        (share,) = shares(nodes, node).values()
+        for row in range(6):
+            first, second = own[(node + 1) % 3][row], own[(node + 2) % 3][6 + row]
+            total = int.from_bytes(first, "little") ^ int.from_bytes(second, "little")
+            assert int.from_bytes(share[row * MIB : (row + 1) * MIB], "little") == total
 
 
 def test_reed_solomon_of_known_bytes() -> None:
@@ -184,6 +201,31 @@ def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing() -> None:
     with pytest.raises((SkippedError, StorageError)):
         protect(tier, nodes.manifest, 0, layout(2, copies=1).sets[0], nodes, effort=effort)
     assert not tier.list(paths.step_dir(COMMIT.step))
+
+
+def test_a_checkpoint_that_is_un_committed_meanwhile_gets_no_record() -> None:
+    """Whoever deletes it takes the manifest first."""
+    nodes = Nodes(None, [[5000], [6000]])
+    tier = nodes.tiers[0]
+    effort = Effort(pace=lambda num_bytes: tier.delete(f"{DIRECTORY}/{paths.MANIFEST}"))
+    with pytest.raises(SkippedError, match="not committed here, or not any more"):
+        protect(tier, nodes.manifest, 0, layout(2, copies=1).sets[0], nodes, effort=effort)
+    assert not any(paths.is_redundancy(name) for name in nodes.files(0))
+
+
+def test_records_of_another_checkpoint_node_or_run() -> None:
+    nodes = Nodes(None, [[5000], [6000]])
+    record = nodes.protect(layout(2, copies=1))[0]
+    check_against(record, nodes.manifest, 0, path="p")
+    for manifest, node in (
+        (nodes.manifest, 1),
+        (msgspec.structs.replace(nodes.manifest, run_id="other"), 0),
+        (msgspec.structs.replace(nodes.manifest, commit=CommitId(8, 1, 0)), 0),
+        (msgspec.structs.replace(nodes.manifest, nodes=nodes.manifest.nodes[:1]), 0),
+        (Nodes(None, [[5000], [6000]], seed=1).manifest, 0),
+    ):
+        with pytest.raises(ManifestError, match="another node, checkpoint or run"):
+            check_against(record, manifest, node, path="p")
 
 
 def test_the_deadline_and_being_cancelled() -> None:
