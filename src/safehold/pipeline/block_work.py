@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from safehold.clock import SYSTEM_CLOCK, Clock
-from safehold.errors import CheckpointError, DeadlineError, SkippedError
+from safehold.errors import CheckpointError, DeadlineError, SkippedError, StorageError
 from safehold.format.crc import BLOCK_BYTES
 from safehold.tiers.base import PackWriter
 
@@ -135,17 +135,25 @@ def in_threads(
 
     threads = [threading.Thread(target=run, name=f"redundancy-{n}", daemon=True) for n in range(max(1, effort.threads))]
     try:
-        for thread in threads:
-            thread.start()
+        _start(threads)
         while not failures and (alive := [thread for thread in threads if thread.is_alive()]):
             alive[0].join(0.1)
             if alive[0].is_alive() and (late := watch.verdict()) is not None:
                 fail(late)
-    except BaseException as exc:  # interrupted, or no more threads to be had
+    except BaseException as exc:  # interrupted, or no thread to be had
         fail(exc)
     _await(threads, effort.patience_s, failures)
     if failures:
         raise failures[0]
+
+
+def _start(threads: list[threading.Thread]) -> None:
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as exc:
+        hint = "raise the limit of threads (ulimit -u)"
+        raise StorageError(f"no thread to work with: {exc}", hint=hint) from exc
 
 
 def _await(threads: list[threading.Thread], patience_s: float, failures: list[BaseException]) -> None:

@@ -62,6 +62,10 @@ def test_round_trip() -> None:
     assert redundancy.decode_redundancy(memoryview(DATA), path="p")[0] == record()
 
 
+def test_its_bytes_are_part_of_the_format() -> None:
+    assert document.digest(DATA) == "d84e45fb9b0a2a79538a6fb39871ac94aa9dd27de079d0492b3b83579bd3ea8f"
+
+
 def test_the_head_tells_how_much_to_read() -> None:
     need = redundancy.head_bytes(DATA[: redundancy.ALIGNMENT_BYTES], path="p")
     found, end = redundancy.decode_head(DATA[:need], path="p")

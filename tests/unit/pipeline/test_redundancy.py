@@ -293,6 +293,14 @@ def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.redundancy_record(0) in nodes.files(0)
 
 
+def test_no_threads_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(None, [[5000], [6000]])
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
+    with pytest.raises(StorageError, match="no thread to work with: can't start"):
+        nodes.protect(layout(2, copies=1))
+    assert set(nodes.files(0)) == set(nodes.wanted[0])
+
+
 def test_threads_stop_at_the_first_failure_and_none_is_left() -> None:
     begun, before = [], threading.active_count()
 
