@@ -226,6 +226,7 @@ def _report(report: Any) -> dict[str, Any]:
                 "num_keys": fault.num_keys,
                 "node": fault.node,
                 "rank": fault.rank,
+                "redundancy": fault.redundancy,
             }
             for fault in report.faults
         ],
@@ -263,10 +264,10 @@ def _tell_how_many(reports: list[Any], num_steps: int, run: str) -> None:
 def _mark(opened: Any, report: Any) -> None:
     from safehold.pipeline import ledger
 
-    if report.ok:
+    if report.data_ok:
         ledger.clear_quarantine(opened.tier, report.commit)
     else:
-        fault = report.faults[0]
+        fault = next(fault for fault in report.faults if not fault.redundancy)
         ledger.put_quarantine(
             opened.tier,
             report.commit,

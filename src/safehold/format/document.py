@@ -31,10 +31,11 @@ MAX_BYTES: Final[dict[str, int]] = {
     "part": 64 << 20,
     "plan": 64 << 20,
     "objects": 512 << 20,
+    "redundancy": 256 << 20,
 }
 """Largest body of each kind of document."""
 
-MAX_PAYLOAD_BYTES: Final[dict[str, int]] = {"part": 1 << 30, "plan": 1 << 30, "objects": 8 << 30}
+MAX_PAYLOAD_BYTES: Final[dict[str, int]] = {"part": 1 << 30, "plan": 1 << 30, "objects": 8 << 30, "redundancy": 1 << 30}
 """Most bytes behind the document, for the kinds that have some."""
 
 MAX_OTHER_BYTES: Final = 16 << 20
@@ -135,6 +136,15 @@ def unseal_head(kind: str, data: bytes | memoryview, *, path: str, type: type[An
     if view[end] != 0x0A or bytes(view[:start]) != _header(kind, body):
         raise ManifestError("the document does not match its checksum", path=path)
     return _decode(body, type, path), end + 1
+
+
+def head_bytes(kind: str, data: bytes | memoryview, *, path: str) -> int:
+    """Return how long the document at the start of a file says it is, from the file's first `MAX_HEADER_BYTES`; else as `unseal`."""
+    start, header = _read_header(kind, memoryview(data), path)
+    limit = MAX_BYTES.get(kind, MAX_OTHER_BYTES)
+    if header.bytes > limit:
+        raise ManifestError(f"a document of kind {kind} has at most {limit} bytes, not {header.bytes}", path=path)
+    return start + header.bytes + 1
 
 
 def _header(kind: str, body: bytes | memoryview) -> bytes:

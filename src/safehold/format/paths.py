@@ -31,6 +31,8 @@ _ATTEMPT = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PACK = re.compile(r"([0-9]{5,19})-([0-9]{5,19})\.([0-9]{1,19})\.safetensors")
 _NODE_RECORD = re.compile(r"node-([0-9]{5,19})\.json")
 _NODE_OBJECTS = re.compile(r"node-([0-9]{5,19})\.objects")
+_REDUNDANCY_RECORD = re.compile(r"redundancy-([0-9]{5,19})\.json")
+_REDUNDANCY_SHARE = re.compile(r"redundancy-([0-9]{5,19})\.([0-9]{1,19})")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
 _QUARANTINE = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.json")
 _REPLICATION = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.([0-9]{1,19})\.json")
@@ -122,6 +124,32 @@ def node_objects(node: int) -> str:
 def parse_node_objects(name: str) -> int | None:
     """Read the node from the file name of its objects."""
     return _one(_NODE_OBJECTS.fullmatch(name), 5)
+
+
+def redundancy_record(node: int) -> str:
+    """Return the file name of a node's record of the redundancy that it holds for its set."""
+    return f"redundancy-{_check(node):05d}.json"
+
+
+def parse_redundancy_record(name: str) -> int | None:
+    """Read the node from the file name of its redundancy record."""
+    return _one(_REDUNDANCY_RECORD.fullmatch(name), 5)
+
+
+def redundancy_share(node: int, row: int) -> str:
+    """Return the file name of a share: the node that holds it, and which of its parity rows or copies it is."""
+    return f"redundancy-{_check(node):05d}.{_check(row)}"
+
+
+def parse_redundancy_share(name: str) -> tuple[int, int] | None:
+    """Read (node, row) from the file name of a share."""
+    numbers = _all(_REDUNDANCY_SHARE.fullmatch(name), (5, 1))
+    return None if numbers is None else (numbers[0], numbers[1])
+
+
+def is_redundancy(name: str) -> bool:
+    """Whether a file name is one of `redundancy_record` or `redundancy_share`."""
+    return parse_redundancy_record(name) is not None or parse_redundancy_share(name) is not None
 
 
 def tombstone(incarnation: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from safehold.errors import CheckpointError, FormatVersionError, IntegrityError, StorageError, TornFileError
-from safehold.format import crc, document, dtypes, names, objects, objects_file, pack, paths
+from safehold.format import crc, document, names, objects, objects_file, pack, paths
 from safehold.format.plan import Plan
 from safehold.format.records import Manifest, NodeRecord, PackRecord
 from safehold.pipeline import agreement
 from safehold.pipeline.catalog import Catalog
+from safehold.pipeline.expected import expected_tensors, rows_of_packs
+from safehold.pipeline.redundancy_check import RedundancyCheck
 from safehold.policy import coverage
 from safehold.tiers.base import PackReader, Tier
-from safehold.types import CommitId, Rect
+from safehold.types import CommitId
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ class Fault:
         num_keys: How many keys there are in all.
         node: The node that wrote it.
         rank: The rank that wrote it.
+        redundancy: Whether it is redundancy that is damaged, and the checkpoint itself may be whole.
     """
 
     path: str
@@ -64,6 +67,7 @@ class Fault:
     num_keys: int = 0
     node: int | None = None
     rank: int | None = None
+    redundancy: bool = False
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.message}"
@@ -96,6 +100,11 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.faults
 
+    @property
+    def data_ok(self) -> bool:
+        """Whether nothing is wrong with the checkpoint itself, whatever its redundancy is like."""
+        return all(fault.redundancy for fault in self.faults)
+
 
 def verify(
     tier: Tier,
@@ -110,7 +119,7 @@ def verify(
 
     Checked are: manifest, node records and plan, each alone and against each other; coverage of every leaf; size and
     every block's checksum of every pack; every pack's header against the plan; objects, their checksums, and their
-    names against the plan.
+    names against the plan; shares of redundancy that lie here, against their records.
 
     Args:
         tier: Where the run directory is.
@@ -171,8 +180,10 @@ class _Verification:
             plan = self._document(lambda: self._catalog.read_plan(manifest), paths.plan(manifest.plan_digest), "")
             if plan is not None:
                 self._agreement(manifest, records, plan)
-            self._files(records, plan)
-            notes = self._notes(records)
+            redundancy = RedundancyCheck(self._tier, manifest)
+            self._files(records, plan, redundancy.num_bytes)
+            self._redundancy(redundancy)
+            notes = [*self._notes(records), *redundancy.notes]
         faults = sorted(self._tally.faults, key=lambda f: (f.path, f.offset_bytes or 0, f.message))
         return VerifyReport(
             commit=self._commit,
@@ -215,11 +226,25 @@ class _Verification:
                 Fault(path=exc.path or paths.plan(manifest.plan_digest), message=exc.message, rank=exc.rank)
             )
 
-    def _files(self, records: dict[int, NodeRecord], plan: Plan | None) -> None:
-        rows = _rows_of_packs(plan) if plan is not None else {}
+    def _redundancy(self, check: RedundancyCheck) -> None:
+        for damage in check.run(self._tally.read, direct=self._direct):
+            self._tally.fault(
+                Fault(
+                    path=damage.path,
+                    message=damage.message,
+                    block=damage.block,
+                    offset_bytes=damage.offset_bytes,
+                    node=damage.node,
+                    redundancy=True,
+                )
+            )
+        self._tally.num_files += check.num_files
+
+    def _files(self, records: dict[int, NodeRecord], plan: Plan | None, more_bytes: int) -> None:
+        rows = rows_of_packs(plan) if plan is not None else {}
         jobs = [(node, entry) for node, record in sorted(records.items()) for entry in record.packs]
         self._tally.total_bytes = sum(entry.size_bytes for _, entry in jobs)
-        self._tally.total_bytes += sum(record.objects_size_bytes for record in records.values())
+        self._tally.total_bytes += sum(record.objects_size_bytes for record in records.values()) + more_bytes
         for node, record in sorted(records.items()):
             if record.objects_size_bytes:
                 self._objects(node, record, plan)
@@ -286,6 +311,8 @@ class _Verification:
             ours = paths.parse_node_record(entry.name), paths.parse_node_objects(entry.name)
             if entry.name in known or any(node in records for node in ours if node is not None):
                 continue
+            if paths.is_redundancy(entry.name):
+                continue  # told by its own check
             if paths.parse_tombstone(entry.name) is not None:
                 notes.append(f"{self._directory}/{entry.name}: the checkpoint was un-committed")
             else:
@@ -313,7 +340,7 @@ class _PackCheck:
         self._entry = entry
         self._path = f"{owner._directory}/{paths.pack(node, entry.rank, entry.part)}"
         self._plan = plan
-        self._expected = _expected_tensors(plan, rows) if plan is not None else None
+        self._expected = expected_tensors(plan, rows) if plan is not None else None
         self._order = sorted(self._expected.items(), key=lambda item: item[1].start) if self._expected else []
         self._starts = [tensor.start for _, tensor in self._order]
         self._first_bad = self._entry.size_bytes
@@ -463,31 +490,3 @@ def _keyed(path: str, text: str, keys: list[str], *, node: int, rank: int) -> Fa
 
 def _ranks_on(node: int, plan: Plan) -> list[int]:
     return [rank for rank, at in enumerate(plan.nodes) if at == node]
-
-
-def _rows_of_packs(plan: Plan) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
-    """Return (rank, part) -> the plan's rows in that pack."""
-    if not plan.num_rows:
-        return {}
-    order = np.lexsort((plan.pack, plan.rank))
-    rank, part = plan.rank[order], plan.pack[order]
-    borders = np.flatnonzero((np.diff(rank) != 0) | (np.diff(part) != 0)) + 1
-    groups = np.split(order, borders)
-    return {(int(plan.rank[rows[0]]), int(plan.pack[rows[0]])): rows for rows in groups}
-
-
-def _expected_tensors(plan: Plan, rows: Iterable[int] | None) -> dict[str, pack.StoredTensor]:
-    """Return what the header of a pack must say of its pieces."""
-    expected = {}
-    for row in rows if rows is not None else ():
-        spec = plan.leaves[int(plan.leaf[row])]
-        ndim = len(spec.shape)
-        rect = Rect(tuple(plan.offsets[row, :ndim].tolist()), tuple(plan.sizes[row, :ndim].tolist()))
-        start = int(plan.offset[row])
-        expected[names.piece_key(spec.name, rect, spec.shape)] = pack.StoredTensor(
-            dtype=dtypes.safetensors_name(spec.dtype),
-            shape=tuple(dtypes.safetensors_shape(spec.dtype, rect.sizes)),
-            start=start,
-            end=start + rect.numel * dtypes.itemsize(spec.dtype),
-        )
-    return expected

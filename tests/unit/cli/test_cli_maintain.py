@@ -90,6 +90,14 @@ def test_rm(run: RunDir, safehold):
     assert there(run) == [30]
 
 
+def test_damaged_redundancy_is_no_reason_for_a_quarantine(run: RunDir, safehold):
+    commit = run.save(10)
+    run.path(commit, paths.redundancy_record(0)).write_bytes(b"damaged")
+    done = safehold("verify", run.root, "--mark", "--json")
+    assert done.code == 6 and [fault["redundancy"] for fault in done.json[0]["faults"]] == [True]
+    assert not Catalog(run.tier).snapshot().quarantined
+
+
 @pytest.mark.parametrize("verb", ["rm", "pin", "unpin"])
 @pytest.mark.parametrize("step", ["1_0", " 10", "latest", "+10", "1e1"])
 def test_what_changes_a_checkpoint_wants_its_number(run: RunDir, safehold, verb: str, step: str):

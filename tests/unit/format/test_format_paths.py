@@ -17,6 +17,8 @@ def test_the_layout_of_a_run_directory() -> None:
     assert paths.pack(0, 3, 0) == "00000-00003.0.safetensors"
     assert paths.node_record(0) == "node-00000.json"
     assert paths.node_objects(12) == "node-00012.objects"
+    assert paths.redundancy_record(12) == "redundancy-00012.json"
+    assert paths.redundancy_share(12, 1) == "redundancy-00012.1"
     assert paths.tombstone(3) == "tombstone-3.json"
     assert paths.quarantine(COMMIT) == "quarantine/000000010-3-0.json"
     assert paths.pin(10) == "pins/000000010.json"
@@ -40,6 +42,9 @@ def test_files_come_back() -> None:
     assert paths.pack(1, 123456, 2) == "00001-123456.2.safetensors"
     assert paths.parse_node_record(paths.node_record(100_000)) == 100_000
     assert paths.parse_node_objects(paths.node_objects(7)) == 7
+    assert paths.parse_redundancy_record(paths.redundancy_record(100_000)) == 100_000
+    assert paths.parse_redundancy_share(paths.redundancy_share(7, 12)) == (7, 12)
+    assert paths.is_redundancy("redundancy-00007.json") and paths.is_redundancy("redundancy-00007.0")
     assert paths.parse_tombstone(paths.tombstone(7)) == 7
     assert paths.parse_incarnation("7.json") == 7
     assert paths.parse_plan("0" * 64) == "0" * 64
@@ -71,6 +76,8 @@ def test_other_names_are_no_attempts(name: str) -> None:
         "00000-00003.0.safetensors.tmp", "0-3.0.safetensors", "00000-00003.safetensors", "000000-00003.0.safetensors",
         "node-0.json", "node-000000.json", "node-00000.json~", "node-00000.objects2", "tombstone-03.json",
         "tombstone-.json", "03.json",
+        "redundancy-0.json", "redundancy-00000.00", "redundancy-00000.", "redundancy-00000", "redundancy-00000.0.tmp",
+        "redundancy-000000.0", "redundancy-00000.-1", "redundancy-00000.json~",
         "manifest.json", "F" * 64, "0" * 63, "0" * 65,
     ],
 )  # fmt: skip
@@ -82,8 +89,11 @@ def test_other_names_are_no_files(name: str) -> None:
         paths.parse_incarnation,
         paths.parse_plan,
         paths.parse_quarantine,
+        paths.parse_redundancy_record,
+        paths.parse_redundancy_share,
     ):
         assert parse(name) is None
+    assert not paths.is_redundancy(name)
 
 
 def test_only_numbers_and_digests_become_paths() -> None:
