@@ -156,6 +156,7 @@ class _Link:
     failures: int = 0
     watched: bool = False
     superseded: int = 0
+    refusal: CheckpointError | None = None
     heard_at: float = 0.0
 
 
@@ -284,7 +285,7 @@ class FakeNode:
     def _answered(self, node: str, link: _Link, attempt: int, batch: Batch) -> None:
         if self.closed or attempt != link.attempt or not link.busy:
             return
-        link.busy, link.failures = False, 0
+        link.busy, link.failures, link.refusal = False, 0, None
         if link.box.answered(batch):
             self._listeners.on_back(node)
         if len(link.box):
@@ -319,7 +320,8 @@ class FakeNode:
         if current > link.superseded:
             link.superseded = current
             self._listeners.on_superseded(node, current)
-        self._failed(node, link, attempt, error_of(node, "its address", refusal.status, facts))
+        link.refusal = error_of(node, "its address", refusal.status, facts)
+        self._failed(node, link, attempt, refusal)
 
     def _failed(self, node: str, link: _Link, attempt: int, cause: object) -> None:
         if self.closed or attempt != link.attempt or not link.busy:
@@ -329,11 +331,11 @@ class FakeNode:
         link.failures += 1
         waited_s = link.box.overdue_s(world.now)
         if waited_s is not None:
-            error = cause if isinstance(cause, SupersededError) else unreachable(node, "its address", waited_s, cause)
-            self._lose(node, link, error)
+            self._lose(node, link, link.refusal or unreachable(node, "its address", waited_s, cause))
         world.at(link.box.backoff_s(link.failures, world.random.random()), lambda: self._attempt(node, link))
 
     def _lose(self, node: str, link: _Link, error: CheckpointError) -> None:
+        link.refusal = None
         if link.box.lose(error):
             self._listeners.on_lost(node, error)
 

@@ -248,6 +248,15 @@ class NetworkSuite:
         assert quick.until(lambda: bool(quick.logs["a"].lost))
         assert isinstance(quick.logs["a"].lost[0][1], SupersededError)
 
+    def test_a_refusal_is_what_is_told(self, quick: World) -> None:
+        """Though there was silence after it: it says more."""
+        quick.nodes["b"].set_incarnation(2)
+        quick.nodes["a"].send("b", b"late")
+        assert quick.until(lambda: bool(quick.logs["a"].superseded))
+        quick.cut("a", "b")
+        assert quick.until(lambda: bool(quick.logs["a"].lost))
+        assert isinstance(quick.logs["a"].lost[0][1], SupersededError)
+
     def test_closed_is_closed(self, quick: World) -> None:
         """After `close` every call is refused, and nothing is told any more; closing again does nothing."""
         node, log = quick.nodes["a"], quick.logs["a"]

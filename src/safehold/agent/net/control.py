@@ -67,6 +67,7 @@ class Sender:
         self._random = random.Random(settings.seed)
         self._box = Outbox(node, new_token(), settings)
         self._superseded = 0
+        self._refusal: CheckpointError | None = None
         self._heard_at = 0.0
         self._wake, self._poke = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -125,12 +126,13 @@ class Sender:
                     failures += 1
                     await self._back_off(failures)
                     continue
-                cause: object = error_of(self._node, self.address, exc.status, exc.facts)
+                cause: object = exc
+                self._refusal = error_of(self._node, self.address, exc.status, exc.facts)
                 self._tell_superseded(exc)
             except Exception as exc:  # whatever it was, the peer has not answered; without an end to it, it is lost
                 cause = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
             else:
-                failures = 0
+                failures, self._refusal = 0, None
                 if self._box.answered(batch):
                     self._listeners.on_back(self._node)
                 continue
@@ -182,10 +184,11 @@ class Sender:
     def _judge(self, cause: object) -> None:
         waited_s = self._box.overdue_s(self._loop.time())
         if waited_s is not None:
-            error = cause if isinstance(cause, CheckpointError) else None
-            self._lose(error or unreachable(self._node, self.address, waited_s, cause))
+            # A refusal says more than the silence that may have come after it.
+            self._lose(self._refusal or unreachable(self._node, self.address, waited_s, cause))
 
     def _lose(self, error: CheckpointError) -> None:
+        self._refusal = None
         if self._box.lose(error):
             self._listeners.on_lost(self._node, error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from net_raw import Target
+from net_raw import Target, is_closed, receive
 from net_world import Events
 
 from safehold.agent.net.gate import MAX_TOLD, Gate, Refusals
@@ -33,6 +33,17 @@ def test_without_the_token_nothing_is_answered(target: Target, start: str, token
     assert set(answer.headers) <= {"Server", "WWW-Authenticate", "Content-Length", "Content-Type", "Date", "Connection"}
     assert answer.headers["Server"] == "safehold"
     assert target.events.refused() == ["token"]
+
+
+def test_who_is_refused_has_to_connect_again() -> None:
+    target = Target(header_timeout_s=30)
+    for changes in ({"Authorization": "Bearer x"}, {"X_Safehold_Node": "z"}):
+        with target.connect() as sock:
+            sock.sendall(target.head("GET /v1/health", **changes))
+            assert receive(sock).status in (401, 403)
+            sock.settimeout(2)
+            assert is_closed(sock)
+    target.close()
 
 
 def test_the_token_comes_first(target: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -64,6 +65,27 @@ def test_listeners_that_fail_harm_nobody() -> None:
     assert wait_for(lambda: len(log.messages) == 2 and len(events) == 2)
     assert events[0].fields["error"] == "RuntimeError: a bug"
     peers.close()
+
+
+def test_nothing_is_told_after_close() -> None:
+    """What waits while `close` is called is not handed over any more."""
+    log, go_on = Log(), threading.Event()
+
+    def slow(node: str, payload: bytes) -> None:
+        log.messages.append((node, payload))
+        go_on.wait(5)
+
+    listeners = Listeners(on_message=slow, on_lost=lambda node, error: None, on_back=lambda node: None)
+    peers = make_peers("a", ["a"], log, listeners=listeners)
+    peers.send("a", b"1")
+    peers.send("a", b"2")
+    assert wait_for(lambda: bool(log.messages))
+    closing = threading.Thread(target=peers.close)
+    closing.start()
+    assert wait_for(lambda: peers._closed)
+    go_on.set()
+    closing.join(5)
+    assert not closing.is_alive() and log.messages == [("a", b"1")]
 
 
 def test_an_answer_of_another_node_is_none() -> None:

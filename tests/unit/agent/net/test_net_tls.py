@@ -60,7 +60,7 @@ def pair(
     tls_a: TlsFiles | None, tls_b: TlsFiles | None, bind: str = "127.0.0.1", timeout_s: float = 10.0
 ) -> tuple[Peers, Peers, Log, Log, Events]:
     log_a, log_b, events = Log(), Log(), Events()
-    settings = settings_for(timeout_s, body_timeout_s=5.0, header_timeout_s=1.0)
+    settings = settings_for(timeout_s, body_timeout_s=5.0, header_timeout_s=0.8)
     a = make_peers("a", ["a", "b"], log_a, tls=tls_a, bind=bind, settings=settings)
     b = make_peers("b", ["a", "b"], log_b, tls=tls_b, bind=bind, settings=settings, events=events.stream)
     a.meet({"b": b.address})
