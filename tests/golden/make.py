@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safehold.format import crc, document, dtypes, names, objects, pack, paths, plan, records
+from safehold.format import crc, document, dtypes, names, objects, pack, paths, plan, records, redundancy
 from safehold.types import CommitId, ObjectSpec, Rect, TensorSpec
 
 ROOT = Path(__file__).parent / "v1"
@@ -161,7 +161,40 @@ def build() -> dict[str, bytes]:
         )
     )
     files |= build_small()
+    files |= build_redundancy(node)
     return files
+
+
+def build_redundancy(node: bytes) -> dict[str, bytes]:
+    """Return what node 0 holds for another one, whose files are not here: a copy of its only block, and both node records."""
+    share, other = content(2, 0, 5000), content(2, 1, 700)
+    record = redundancy.RedundancyRecord(
+        run_id=RUN_ID,
+        commit=COMMIT,
+        node=0,
+        kind="copies",
+        num_data=1,
+        num_parity=1,
+        members=tuple(
+            records.NodeRef(node=number, size_bytes=len(data), blake3=document.digest(data))
+            for number, data in ((1, other), (0, node))
+        ),
+        shares=(
+            redundancy.ShareRecord(
+                file=paths.redundancy_share(0, 0),
+                row=0,
+                size_bytes=len(share),
+                crc32=crc.crc(share),
+                block_crcs=crc.encode_crcs(crc.crc_blocks(share)),
+            ),
+        ),
+        created_s=1700000150.0,
+        library="0.1.0",
+    )
+    return {
+        f"{DIRECTORY}/{paths.redundancy_record(0)}": redundancy.encode_redundancy(record, (other, node)),
+        f"{DIRECTORY}/{paths.redundancy_share(0, 0)}": share,
+    }
 
 
 def build_small() -> dict[str, bytes]:

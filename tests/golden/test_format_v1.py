@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from safehold.errors import ChecksumError, FormatVersionError, IntegrityError, ManifestError, TornFileError
-from safehold.format import crc, document, dtypes, objects, pack, paths, plan, records
+from safehold.format import crc, document, dtypes, objects, pack, paths, plan, records, redundancy
 from safehold.types import CommitId, Rect
 
 HERE = Path(__file__).parent
@@ -34,6 +34,8 @@ FILES = sorted(str(path.relative_to(WHOLE)) for path in WHOLE.rglob("*") if path
 DIRECTORY = paths.checkpoint_dir(CommitId(10, 3, 0))
 PLAN = next(path for path in FILES if path.startswith(paths.PLANS))
 PACKS = [f"{DIRECTORY}/{paths.pack(0, rank, 0)}" for rank in range(2)]
+REDUNDANCY, SHARE = (f"{DIRECTORY}/{name}" for name in (paths.redundancy_record(0), paths.redundancy_share(0, 0)))
+BARE = [*PACKS, SHARE]
 
 
 def whole(path: str) -> bytes:
@@ -55,6 +57,16 @@ def read_pack(data: bytes, *, path: str) -> pack.PackHeader:
     return pack.parse_header(data, len(data), path=path)
 
 
+def read_share(data: bytes, *, path: str) -> bytes:
+    """Verify a share against its record, as a reader of format.md does."""
+    (share,) = redundancy.decode_redundancy(whole(REDUNDANCY), path=REDUNDANCY)[0].shares
+    if len(data) != share.size_bytes:
+        raise TornFileError(f"{share.size_bytes} bytes expected, {len(data)} there", path=path)
+    if not np.array_equal(crc.crc_blocks(data), crc.decode_crcs(share.block_crcs)):
+        raise ChecksumError("a block does not match its checksum", path=path)
+    return data
+
+
 def reader(path: str) -> Callable[..., Any]:
     name = path.rsplit("/", 1)[-1]
     if path in PACKS:
@@ -64,6 +76,8 @@ def reader(path: str) -> Callable[..., Any]:
         paths.MANIFEST: records.decode_manifest,
         paths.node_record(0): records.decode_node_record,
         paths.node_objects(0): objects.parse,
+        paths.redundancy_record(0): redundancy.decode_redundancy,
+        paths.redundancy_share(0, 0): read_share,
         paths.tombstone(3): records.decode_tombstone,
         "part-0": plan.decode_part,
         "part-1": plan.decode_part,
@@ -81,9 +95,9 @@ def reader(path: str) -> Callable[..., Any]:
 
 
 def test_the_set_is_complete() -> None:
-    assert len(FILES) == 14
+    assert len(FILES) == 16
     kinds = {document.seal(kind, {})[:20] for kind in document.MAX_BYTES}
-    assert kinds == {whole(path)[:20] for path in FILES if path not in PACKS}
+    assert kinds == {whole(path)[:20] for path in FILES if path not in BARE}
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -95,7 +109,7 @@ def test_reads_every_whole_file(path: str) -> None:
 @pytest.mark.parametrize("kind", ["flipped", "cut-one", "cut-half", "empty", "tail", "foreign", "newer"])
 def test_refuses_damage_by_name(path: str, kind: str) -> None:
     bad = DAMAGED / kind / path
-    if kind == "newer" and path in PACKS:
+    if kind == "newer" and path in BARE:
         assert not bad.exists()
         return
     with pytest.raises(IntegrityError) as caught:
@@ -106,7 +120,7 @@ def test_refuses_damage_by_name(path: str, kind: str) -> None:
         assert type(caught.value) is FormatVersionError and "format 2" in str(caught.value)
     else:
         assert type(caught.value) in (ManifestError, TornFileError, ChecksumError)
-    if kind == "foreign" and path not in PACKS:
+    if kind == "foreign" and path not in BARE:
         assert "expected, this one is of kind" in str(caught.value)
 
 
@@ -124,6 +138,13 @@ def test_records_say_what_they_said() -> None:
     assert manifest.crc32 == crc.crc(b"".join(whole(path) for path in PACKS))
     assert records.encode_manifest(manifest) == whole(f"{DIRECTORY}/manifest.json")
     assert records.encode_node_record(node_record()) == node
+
+
+def test_redundancy_is_still_written_byte_for_byte() -> None:
+    node = whole(f"{DIRECTORY}/{paths.node_record(0)}")
+    record, stored = redundancy.decode_redundancy(whole(REDUNDANCY), path=REDUNDANCY)
+    assert stored[1] == node and [ref.node for ref in record.members] == [1, 0]
+    assert make.build_redundancy(node) == {REDUNDANCY: whole(REDUNDANCY), SHARE: whole(SHARE)}
 
 
 def test_packs_are_still_laid_out_byte_for_byte() -> None:

@@ -170,7 +170,7 @@ def _xor(sources: Sequence[npt.NDArray[np.uint8]], target: npt.NDArray[np.uint8]
 
 
 class NumpyField:
-    """Tables of NumPy: needs nothing, some 0.3 GB/s of each source."""
+    """Tables of NumPy: needs nothing else, and is some five times slower than libisal."""
 
     name = "numpy"
 
