@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent.event_log import EventLog
 from safehold.agent.plugins import install_listener
 from safehold.config import Config
 from safehold.errors import CheckpointError, StorageError, StorageFullError, SupersededError, from_os_error
@@ -253,6 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     process = FlusherProcess(Channel.from_fd(options.fd))
+    process.events.subscribe(EventLog())
     install_listener(process.events)
     process.serve()
     os._exit(0)

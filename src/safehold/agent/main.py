@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from safehold._version import __version__
+from safehold.agent.event_log import EventLog
 from safehold.agent.plugins import install_listener
 from safehold.agent.server import AgentServer
 from safehold.errors import CheckpointError
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(run: str, slot: RunSlot) -> None:
     events = EventStream("agent")
+    events.subscribe(EventLog())
     install_listener(events)
     log_fd = slot.open_log()
     with listen(slot.socket_path) as listener:

@@ -461,4 +461,6 @@ class Session:
             "world_size": self.world.world_size,
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
             "superseded_by": self.ended_by or None,
+            "address": self.nodes.address if self.nodes is not None else None,
+            "nodes": self.world.node_names,
         }
