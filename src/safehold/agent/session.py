@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent import joined_flash, places
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
@@ -99,9 +100,11 @@ class Session:
         self._given_up: list[tuple[int, int]] = []
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
+        self.local_flash = False
         self.head = self._new_head() if self.is_lead else None
         self._follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
+            self.placed(local_flash=hello.local_flash)
             self._start(self._known(None))
             self._tell_others_came()
 
@@ -134,7 +137,7 @@ class Session:
 
     def _reach(self, hello: m.Hello, make: MakeNetwork) -> Nodes:
         watched = range(len(self.world.node_names)) if self.is_lead else [self.lead_node]
-        return Nodes(
+        nodes = Nodes(
             hello,
             make=make,
             watched=[node for node in watched if node != self.node],
@@ -144,6 +147,26 @@ class Session:
             post=self._post,
             events=self._events,
         )
+        nodes.serve_disk(self.flusher.url, self._ask_disk)
+        return nodes
+
+    def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
+        """Carry out what another node asks of this node's disk."""
+        self.flusher.call(
+            "tier",
+            {"question": question},
+            lambda value, error: reply(value if error is None else error),
+            timeout_s=self.config.flush_timeout_s,
+        )
+
+    def placed(self, *, local_flash: bool) -> None:
+        """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
+        self.local_flash = local_flash
+        peers = None
+        if local_flash and self.nodes is not None:
+            names, token = self.world.node_names, self.token
+            peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
+        self.flusher.configure(self.config.to_wire(), peers)
 
     def _new_head(self) -> Head:
         return Head(
@@ -425,6 +448,10 @@ class Session:
             case w.SettleOld():
                 settled = lambda: self._send(self.lead_node, w.SettledHere(word.number))  # noqa: E731
                 self._settle_old(self, settled, word.deadline_s)
+            case w.SeeFile():
+                places.look(self.flusher, word, self.config, lambda saw: self._send(self.lead_node, saw))
+            case w.Placed():
+                self.placed(local_flash=word.local_flash)
             case w.PartWanted():
                 self._up.part(word, self._parts.get(word.rank, word.digest))
             case w.LeavesSettled():

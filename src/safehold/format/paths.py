@@ -8,6 +8,7 @@ temporaries and foreign files are never taken for ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from safehold.types import CommitId
@@ -25,6 +26,7 @@ MAX_NUMBER: Final = 2**63 - 1
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ATTEMPT = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+_PACK = re.compile(r"([0-9]{5,19})-([0-9]{5,19})\.([0-9]{1,19})\.safetensors")
 _NODE_RECORD = re.compile(r"node-([0-9]{5,19})\.json")
 _NODE_OBJECTS = re.compile(r"node-([0-9]{5,19})\.objects")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
@@ -90,6 +92,44 @@ def parse_attempt_dir(name: str) -> tuple[int, int] | None:
 def pack(node: int, rank: int, part: int) -> str:
     """Return the file name of a pack: node, rank, and which of the rank's packs it is."""
     return f"{_check(node):05d}-{_check(rank):05d}.{_check(part)}.safetensors"
+
+
+def parse_pack(name: str) -> tuple[int, int, int] | None:
+    """Read (node, rank, part) from the file name of a pack."""
+    numbers = _all(_PACK.fullmatch(name), (5, 5, 1))
+    return None if numbers is None else (numbers[0], numbers[1], numbers[2])
+
+
+def parse_checkpoint_dir(directory: str) -> CommitId | None:
+    """Read the commit from the directory of an attempt."""
+    top, _, rest = directory.partition("/")
+    step, numbers = parse_step_dir(rest.partition("/")[0]), parse_attempt_dir(rest.partition("/")[2])
+    return CommitId(step, *numbers) if top == CHECKPOINTS and step is not None and numbers is not None else None
+
+
+def node_of(name: str) -> int | None:
+    """Return which node wrote a file of a checkpoint, by the file's name; None for what is no node's own."""
+    found = parse_pack(name)
+    if found is not None:
+        return found[0]
+    record = parse_node_record(name)
+    return record if record is not None else parse_node_objects(name)
+
+
+def is_file(path: str) -> bool:
+    """Whether this is the path of a file that this library writes into a run directory."""
+    directory, _, name = path.rpartition("/")
+    parsers: dict[str, Callable[[str], object]] = {
+        "": lambda name: name if name == RUN_JSON else None,
+        INCARNATIONS: parse_incarnation,
+        PLANS: parse_plan,
+        QUARANTINES: parse_quarantine,
+        PINS: parse_pin,
+    }
+    if directory in parsers:
+        return parsers[directory](name) is not None
+    known = name == MANIFEST or node_of(name) is not None or parse_tombstone(name) is not None
+    return known and parse_checkpoint_dir(directory) is not None
 
 
 def node_record(node: int) -> str:
