@@ -7,6 +7,7 @@ threads, which a dead disk may hold, never in the dispatcher.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from safehold.agent.net.seam import Provider, Source
 from safehold.errors import from_os_error
@@ -14,12 +15,12 @@ from safehold.format import paths
 from safehold.host.posix_disk import PosixDisk
 
 
-def provider(root: str) -> Provider:
-    """Return what gives the files of a run directory."""
+def provider(root: str, *, allowed: Callable[[str], bool] = paths.is_file) -> Provider:
+    """Return what gives the files of a run directory whose names are `allowed`."""
     disk = PosixDisk(root)
 
     def provide(node: str, name: str) -> Source | None:
-        if not paths.is_file(name):
+        if not allowed(name):
             return None
         try:
             file = disk.open(name, "read")

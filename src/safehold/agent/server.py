@@ -47,7 +47,7 @@ FIRST_LINGER_S = 10.0
 TERM_SERVE_S, TERM_GRACE_S = 8.0, 20.0  # a job scheduler kills what is left some 30 s after its SIGTERM
 FAREWELL_S = 1.0
 ACCEPT_RETRY_S = 0.2
-SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.3, 0.2, 0.4
+SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
 """Of the time for a start: the trainer hears what took too long before its own time is over."""
 MAX_WAIT_S = 1.0
 

@@ -31,7 +31,7 @@ def ls(run: str, show_all: bool, as_json: bool) -> None:
 
     opened = open_run(run)
     views = opened.catalog.commits(opened.seen)
-    entries = [_entry(view) for view in views]
+    entries = [_entry(view, opened.seen.files.get(view.commit, {})) for view in views]
     if show_all:
         entries += _others(opened)
         entries.sort(key=lambda e: (e["step"], e["incarnation"], e["attempt"]), reverse=True)
@@ -77,9 +77,10 @@ def show(run: str, step: int | None, show_leaves: bool, as_json: bool) -> None:
         _show_checkpoint(opened, step, show_leaves, as_json)
 
 
-def _entry(view: Any) -> dict[str, Any]:
+def _entry(view: Any, files: dict[str, int]) -> dict[str, Any]:
     """One object of `ls --json`."""
     from safehold.errors import FormatVersionError
+    from safehold.pipeline.joining import not_here
 
     manifest = view.manifest
     entry: dict[str, Any] = {
@@ -97,6 +98,7 @@ def _entry(view: Any) -> dict[str, Any]:
         "final": bool(manifest and manifest.final),
         "pinned": view.pinned,
         "quarantined": view.quarantine is not None,
+        "not_here": not_here(manifest, files) if manifest else [],
         "reason": "",
     }
     if view.error is not None:
@@ -142,6 +144,7 @@ def _others(opened: Any) -> list[dict[str, Any]]:
                 "final": False,
                 "pinned": commit.step in seen.pins,
                 "quarantined": commit in seen.quarantined,
+                "not_here": [],
                 "reason": reason,
             }
         )
@@ -151,9 +154,16 @@ def _others(opened: Any) -> list[dict[str, Any]]:
 def _notes(entry: dict[str, Any]) -> str:
     words = [] if entry["status"] == "committed" else [entry["status"].upper()]
     words += [name for name in ("pinned", "final", "quarantined") if entry[name]]
+    if entry["not_here"]:
+        words.append(f"partial here: not what {_nodes(entry['not_here'])} saved")
     words += [f"{name}={number_text(value)}" for name, value in sorted(entry["metrics"].items())]
     text = " ".join(words)
     return f"{text} ({entry['reason']})" if entry["reason"] else text
+
+
+def _nodes(names: list[str]) -> str:
+    shown = ", ".join(clean(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"
 
 
 def _show_run(opened: Any, as_json: bool) -> None:

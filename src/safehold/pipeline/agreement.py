@@ -60,7 +60,7 @@ def missing_record(manifest: Manifest, node: int, *, path: str, tier: str) -> To
     if not manifest.own_disks:
         return TornFileError("the file is missing", path=path, step=step, tier=tier)
     name = manifest.own_disks[node]
-    text = f"what node {name} saved is on a disk of its own, which is not here"
+    text = f"the record of node {name}, which keeps what it saves on a disk of its own, is not here"
     return TornFileError(text, path=path, step=step, node=name, tier=tier, hint="start the job with that node as well")
 
 

@@ -24,7 +24,7 @@ from safehold.host.disk import components
 from safehold.tiers.base import Entry, PackReader, PackWriter, ProbeReport, Tier
 
 T = TypeVar("T")
-Outcome = tuple[T | None, Exception | None]
+Outcome = tuple[T | None, BaseException | None]
 
 MAX_THREADS = 32
 """So many nodes are asked at a time."""
@@ -293,7 +293,10 @@ class JoinedTier:
                     node = todo.get_nowait()
                 except queue.Empty:
                     return
-                done.put((node, self._attempt(node, action)))
+                try:
+                    done.put((node, self._attempt(node, action)))
+                except BaseException as exc:  # whoever waits must hear of it
+                    done.put((node, (None, exc)))
 
         for _ in range(min(MAX_THREADS, len(nodes))):
             threading.Thread(target=work, name="joined", daemon=True).start()
@@ -319,7 +322,7 @@ def two_of_one_name(path: str, one: str, other: str) -> IntegrityError:
     return IntegrityError(text, node=other, path=path, hint=hint)
 
 
-def _is_absent(exc: Exception) -> bool:
+def _is_absent(exc: BaseException) -> bool:
     return isinstance(exc, FileNotFoundError) or (
         isinstance(exc, StorageError) and isinstance(exc.__cause__, FileNotFoundError)
     )

@@ -21,7 +21,7 @@ from safehold.types import CommitId
 
 LS_FIELDS = {
     "step", "incarnation", "attempt", "status", "created_s", "created", "world_size", "num_nodes", "total_bytes", "stored_bytes",
-    "metrics", "final", "pinned", "quarantined", "reason",
+    "metrics", "final", "pinned", "quarantined", "not_here", "reason",
 }  # fmt: skip
 
 
