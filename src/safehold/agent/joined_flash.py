@@ -5,14 +5,9 @@ Invariants: what is needed is plain values, since flushers are other processes t
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from safehold.agent.net.addresses import Address
-from safehold.agent.net.identity import Identity
-from safehold.agent.net.remote_tier import PeerTier
-from safehold.agent.net.tls import TlsFiles, client_context
 from safehold.config import Config
 from safehold.errors import ConfigurationError
 from safehold.format.document import digest
@@ -20,8 +15,21 @@ from safehold.pipeline import joining
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import JoinedTier
 
+if TYPE_CHECKING:
+    import ssl
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A way to another node."""
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
 FIRST = 1
-"""The incarnation that agents speak to each other as; see `agent.make_network`."""
+"""The incarnation that agents speak to each other as; see `agent.net.make`."""
 
 
 def to_wire(*, node: int, names: list[str], addresses: list[str], token: str) -> dict[str, Any]:
@@ -43,6 +51,11 @@ def join(own: Tier, url: str, wire: Mapping[str, Any], config: Config) -> Joined
     Raises:
         ConfigurationError: An address, or a file for TLS, is no good.
     """
+    # Imported here: a job on one node pays for none of it.
+    from safehold.agent.net.addresses import Address
+    from safehold.agent.net.identity import Identity
+    from safehold.agent.net.remote_tier import PeerTier
+
     names, node = list(wire["names"]), int(wire["node"])
     identity = Identity(node=names[node], token=wire["token"], run_id=digest(url.encode()), incarnation=FIRST)
     deadline_s = min(config.request_timeout_s, config.start_timeout_s / 5, config.flush_timeout_s / 4)
@@ -67,11 +80,13 @@ def join(own: Tier, url: str, wire: Mapping[str, Any], config: Config) -> Joined
 def close(tier: JoinedTier) -> None:
     """Close the ways to the other nodes; calls that are under way fail."""
     for member in tier.members.values():
-        if isinstance(member, PeerTier):
+        if isinstance(member, Closing):
             member.close()
 
 
 def _tls(config: Config) -> ssl.SSLContext | None:
+    from safehold.agent.net.tls import TlsFiles, client_context
+
     if not config.network_cert:
         return None
     files = TlsFiles(
