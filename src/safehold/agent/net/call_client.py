@@ -22,6 +22,10 @@ NOT_DONE = (400, 408, 503)
 """Refusals of a question before anybody looked at it."""
 
 
+class _NotDoneError(BrokenError):
+    """The question was refused before anybody looked at it."""
+
+
 class CallClient(BulkClient):
     """See the module.
 
@@ -56,29 +60,36 @@ class CallClient(BulkClient):
             DeadlineError: There was no answer in time.
             CheckpointError: What the other side answered with.
         """
-        sent = 0
 
         def go(stream: Stream) -> bytes:
-            nonlocal sent
-            if sent and self._once:
-                text = f"the connection to the agent of node {self.node} at {self.address} broke before it had answered"
-                raise AgentUnavailableError(text, node=self.node, hint="it may have done what was asked, or not")
-            sent += 1
-            stream.request("POST", wire.CALL_PATH + wire.check_kind(kind), self._headers(question))
-            self._send(stream, memoryview(question))
-            status, headers = stream.head()
-            if status != 200:
-                sent -= status in NOT_DONE
-                self._answer_of(stream, status, headers, wanted=200)
-            if headers.get(wire.NODE) != wire.quote(self.node):
-                raise BrokenError(f"node {headers.get(wire.NODE)!r} answers there")
-            answer = _body(stream, length_of(headers))
-            stream.reusable = headers.get("Connection", "").lower() != "close"
-            if headers.get(wire.CRC) != str(crc(answer)):
-                raise BrokenError("the answer does not match its checksum")
-            return answer
+            try:
+                return self._exchange(stream, kind, question)
+            except _NotDoneError:
+                raise
+            except BrokenError as exc:
+                if not self._once:
+                    raise
+                text = f"the connection to the agent of node {self.node} at {self.address} broke before it had answered: {exc}"
+                hint = "it may have done what was asked, or not"
+                raise AgentUnavailableError(text, node=self.node, hint=hint) from exc
 
         return self._insist(go, f"a question ({kind})", deadline_s, lambda: 0)
+
+    def _exchange(self, stream: Stream, kind: str, question: bytes) -> bytes:
+        stream.request("POST", wire.CALL_PATH + wire.check_kind(kind), self._headers(question))
+        self._send(stream, memoryview(question))
+        status, headers = stream.head()
+        if status in NOT_DONE:
+            raise _NotDoneError(f"status {status}")
+        if status != 200:
+            self._answer_of(stream, status, headers, wanted=200)
+        if headers.get(wire.NODE) != wire.quote(self.node):
+            raise BrokenError(f"node {headers.get(wire.NODE)!r} answers there")
+        answer = _body(stream, length_of(headers))
+        stream.reusable = headers.get("Connection", "").lower() != "close"
+        if headers.get(wire.CRC) != str(crc(answer)):
+            raise BrokenError("the answer does not match its checksum")
+        return answer
 
     def _headers(self, question: bytes) -> dict[str, str]:
         return {
