@@ -23,8 +23,8 @@ from safehold.policy.cadence import Every, due_by_steps, parse_every
 from safehold.policy.retention import Best, Keep
 from safehold.state.collect import preload
 from safehold.state.leaves import RestoreOptions
-from safehold.tiers.open import open_tier, place
-from safehold.trainer.connection import Run, open_run
+from safehold.tiers.open import place
+from safehold.trainer.connection import Run, open_flash, open_run
 from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle, wait_all
 from safehold.trainer.metrics import metric_values
@@ -140,7 +140,7 @@ class Checkpointer:
         )
         self._restorer = Restorer(
             self._run,
-            open_tier(self.path, direct=self.config.direct_io),
+            open_flash(self._run, self.path, self.config),
             rank=self.rank,
             world_size=self.world_size,
             config=self.config,

@@ -13,6 +13,7 @@ from safehold.errors import ConfigurationError
 
 OverlapPolicy = Literal["wait", "skip", "replace"]
 OnFailure = Literal["raise", "warn"]
+Flash = Literal["auto", "shared", "local"]
 MAX_THREADS = 256
 MAX_SECONDS = 1e9
 MAX_BYTES = 1 << 60
@@ -46,6 +47,7 @@ class Config:
         lease_s: Seconds that a reader's lease (`safehold.load`) outlives a reader that died; renewed every third of it. 1 to 86400.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
         runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.
+        flash: Whether all nodes see one run directory (`shared`) or each has a disk of its own under that path (`local`); `auto` finds out.
         direct_io: Use direct I/O where the file system takes it.
         storage_interface: Where agents of several nodes listen and talk to each other: an IP address or host name of each node, or the
             name of a network interface; empty: the interface that leads to the launcher's host (`MASTER_ADDR`).
@@ -80,6 +82,7 @@ class Config:
     lease_s: float = 600.0
     split_bytes: int = 4 << 20
     runtime_dir: str = ""
+    flash: Flash = "auto"
     direct_io: bool = True
     storage_interface: str = ""
     network_port: int = 0
@@ -97,6 +100,8 @@ class Config:
             raise ConfigurationError(f"overlap_policy must be wait, skip or replace, not {self.overlap_policy!r}")
         if self.on_failure not in ("raise", "warn"):
             raise ConfigurationError(f"on_failure must be raise or warn, not {self.on_failure!r}")
+        if self.flash not in ("auto", "shared", "local"):
+            raise ConfigurationError(f"flash must be auto, shared or local, not {self.flash!r}")
         if not 1 <= self.flush_threads <= MAX_THREADS or not 1 <= self.restore_threads <= MAX_THREADS:
             raise ConfigurationError(f"flush_threads and restore_threads must be from 1 to {MAX_THREADS}")
         if self.max_failures < 0:

@@ -301,10 +301,10 @@ def test_names_that_another_process_left_undurable_are_made_durable() -> None:
     commit = CommitId(10, 1, 0)
     packs = [record for rank, share in enumerate(shares) for record in job.flush(commit, rank, share)]
     plan = job.store_plan(shares)
-    node = job.record(commit, shares, packs)
+    node = job.record(commit, dict(enumerate(shares)), packs)
     tier.forgets = True
     promises.begun[commit] = 1
-    job.publish(commit, *plan, node)
+    job.publish(commit, *plan, [{"node": 0, **node}])
     tier.forgets = False
     manifest = tier.get(f"{paths.checkpoint_dir(commit)}/manifest.json", limit_bytes=1 << 20)
     ledger.publish(tier, commit, manifest)

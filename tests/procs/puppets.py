@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +258,24 @@ class Rig:
         }
 
     @contextlib.contextmanager
-    def job(self, world_size: int, env: dict[str, str] | None = None, *, cwd: Path | None = None) -> Iterator[Job]:
-        """Start ranks; on leaving, what is left of them is killed (their agents live on until the test ends)."""
+    def job(
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        *,
+        cwd: Path | None = None,
+        nodes: Sequence[str] = (),
+        shared: Collection[str] = (),
+    ) -> Iterator[Job]:
+        """Start ranks; on leaving, what is left of them is killed (their agents live on until the test ends).
+
+        Args:
+            world_size: How many.
+            env: Added to their environment.
+            cwd: Where they start.
+            nodes: The node of each rank, each with a disk of its own at `run` (needs root); none: all on one node.
+            shared: Of these, those that see the same directory there.
+        """
         self._count += 1
         directory = self.directory / f"job-{self._count}"
         directory.mkdir()
@@ -271,6 +288,7 @@ class Rig:
                     "LOCAL_RANK": str(number),
                     "WORLD_SIZE": str(world_size),
                     "PUPPET_RENDEZVOUS": str(directory / "rendezvous"),
+                    **(self._on_node(nodes[number], own=nodes[number] not in shared) if nodes else {}),
                     **(env or {}),
                 }
                 ranks.append(Rank(self._zygote, number, environment, str(cwd or directory), directory))
@@ -279,13 +297,25 @@ class Rig:
             for rank in ranks:
                 rank.close()
 
+    def _on_node(self, node: str, *, own: bool) -> dict[str, str]:
+        disk, runtime = self.directory / f"disk-{node}", self.runtime / node
+        for directory in (self.run, disk, runtime):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = {"SAFEHOLD_NODE": node, "SAFEHOLD_RUNTIME_DIR": str(runtime), "MASTER_ADDR": "127.0.0.1"}
+        return {**found, "PUPPET_DISK": str(disk), "PUPPET_RUN": str(self.run)} if own else found
+
     # -- agents --------------------------------------------------------------------------------------------------------
 
     def slots(self) -> list[RunSlot]:
         """The slots with a living agent."""
         if not self.runtime.exists():
             return []
-        return [slot for slot in list_slots(self.runtime) if slot.is_locked()]
+        return [slot for slot in self._all_slots() if slot.is_locked()]
+
+    def _all_slots(self) -> list[RunSlot]:
+        nodes = [path.name.removeprefix("disk-") for path in sorted(self.directory.glob("disk-*"))]
+        places = [self.runtime / node for node in nodes] if nodes else [self.runtime]
+        return [slot for place in places if place.exists() for slot in list_slots(place)]
 
     def agent_pid(self, slot: RunSlot | None = None) -> int:
         """Process id of the only agent."""
@@ -310,14 +340,14 @@ class Rig:
 
     def processes(self) -> dict[int, str]:
         """All processes of this rig but ranks: process id -> its command line, found by their environment."""
-        marker = f"SAFEHOLD_RUNTIME_DIR={self.runtime}\0".encode()
+        marker = re.compile(re.escape(f"SAFEHOLD_RUNTIME_DIR={self.runtime}".encode()) + rb"(/[^/\0]*)?\0")
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes()
-                if b"safehold.agent" in command and marker in (entry / "environ").read_bytes() + b"\0":
+                if b"safehold.agent" in command and marker.search((entry / "environ").read_bytes() + b"\0"):
                     found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
         return found
 
@@ -329,7 +359,7 @@ class Rig:
         """The logs of all agents."""
         if not self.runtime.exists():
             return ""
-        return "".join(slot.tail_log(8000) for slot in list_slots(self.runtime))
+        return "".join(slot.tail_log(8000) for slot in self._all_slots())
 
     def close(self) -> None:
         """End what is left."""

@@ -20,6 +20,8 @@ import socket
 import sys
 from typing import Any
 
+import own_disks
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -67,6 +69,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> socket.socket:
     os.dup2(output_fd, 2)
     os.close(output_fd)
     os.set_inheritable(command_fd, False)
+    if disk := os.environ.get("PUPPET_DISK"):
+        own_disks.mount(disk, os.environ["PUPPET_RUN"])
     return socket.socket(fileno=command_fd)
 
 

@@ -160,6 +160,14 @@ class Job:
         self.plan: tuple[str, bytes] | None = None
         self._run_id = ""
 
+    def node_of(self, rank: int) -> int:
+        """The node that a rank is on."""
+        return 0
+
+    def disk_of(self, node: int) -> Tier:
+        """Where a node keeps what it writes."""
+        return self.tier
+
     # The phases of a save; variants with a bug replace one of them.
 
     def open(self, *, up_to: CommitId | None = None, exclude: tuple[CommitId, ...] = ()) -> None:
@@ -182,18 +190,23 @@ class Job:
         """Write a checkpoint, commit it, and apply retention."""
         commit = CommitId(step, self.incarnation, attempt)
         shares = shares_of(version, self.world_size, self.pack_size_bytes)
-        packs = [record for rank, share in enumerate(shares) for record in self.flush(commit, rank, share)]
+        packs = {rank: self.flush(commit, rank, share) for rank, share in enumerate(shares)}
         digest, size = self.store_plan(shares)
-        node = self.record(commit, shares, packs)
+        nodes = []
+        for node in sorted({self.node_of(rank) for rank in packs}):
+            ranks = [rank for rank in packs if self.node_of(rank) == node]
+            mine = {rank: shares[rank] for rank in ranks}
+            written = self.record(commit, mine, [record for rank in ranks for record in packs[rank]], node)
+            nodes.append({"node": node, **written})
         self.promises.begun[commit] = version
-        self.publish(commit, digest, size, node)
+        self.publish(commit, digest, size, nodes)
         self.promises.kept = {kept for kept in self.promises.kept if kept.step != step} | {commit}
         return commit
 
     def flush(self, commit: CommitId, rank: int, share: Share) -> list[dict[str, Any]]:
         job = FlushJob(
             commit=commit,
-            node=0,
+            node=self.node_of(rank),
             rank=rank,
             packs=share.packs,
             compare=(),
@@ -205,7 +218,7 @@ class Job:
         )
         word = StagedWord(lambda: len(share.arena), lambda *_: None)
         room = lambda exc: self.make_room(commit, share, exc)  # noqa: E731
-        flushed = flush_rank(self.tier, job, share.arena, word, threading.Event(), make_room=room)
+        flushed = flush_rank(self.disk_of(job.node), job, share.arena, word, threading.Event(), make_room=room)
         return [msgspec.to_builtins(record) for record in flushed.packs]
 
     def make_room(self, commit: CommitId, share: Share, exc: StorageFullError) -> bool:
@@ -221,32 +234,34 @@ class Job:
         return maintenance.make_room(self.tier, self.config, arguments, EVENTS)
 
     def store_plan(self, shares: tuple[Share, ...]) -> tuple[str, int]:
-        plan = plans.merge_parts([share.part for share in shares], [0] * len(shares))
+        plan = plans.merge_parts([share.part for share in shares], [self.node_of(rank) for rank in range(len(shares))])
         check_coverage(plan)
         data = plans.encode_plan(plan)
         arguments = {"digest": plans.digest(data), "plan": data}
         maintenance.store_plan(self.tier, self.config, arguments, EVENTS)
         return plans.digest(data), len(data)
 
-    def record(self, commit: CommitId, shares: tuple[Share, ...], packs: list[dict[str, Any]]) -> dict[str, Any]:
+    def record(
+        self, commit: CommitId, shares: dict[int, Share], packs: list[dict[str, Any]], node: int = 0
+    ) -> dict[str, Any]:
         arguments = {
             "commit": wire(commit),
             "run_id": self._run_id,
-            "node": 0,
-            "node_name": "host0",
+            "node": node,
+            "node_name": f"host{node}",
             "packs": packs,
-            "objects": {rank: share.objects for rank, share in enumerate(shares)},
-            "part_digests": {rank: share.digest for rank, share in enumerate(shares)},
+            "objects": {rank: share.objects for rank, share in shares.items()},
+            "part_digests": {rank: share.digest for rank, share in shares.items()},
             "timings": {},
         }
-        return maintenance.record(self.tier, self.config, arguments, EVENTS)
+        return maintenance.record(self.disk_of(node), self.config, arguments, EVENTS)
 
-    def publish(self, commit: CommitId, digest: str, size: int, node: dict[str, Any]) -> None:
+    def publish(self, commit: CommitId, digest: str, size: int, nodes: list[dict[str, Any]]) -> None:
         arguments = {
             "commit": wire(commit),
             "run_id": self._run_id,
             "world_size": self.world_size,
-            "nodes": [{"node": 0, **node}],
+            "nodes": nodes,
             "plan_digest": digest,
             "plan_size": size,
             "metrics": {"loss": 0.5},

@@ -86,6 +86,7 @@ class AgentClient:
         self._world: m.World | None = None
         self._listen = listen
         self.address, self.addresses = "", list[str]()
+        self.local_flash = False
         self.run_id, self.incarnation = "", 0
         self.control: RankControl | None = None
         self.node_control: NodeControl | None = None
@@ -155,6 +156,7 @@ class AgentClient:
             run_id=self.run_id,
             listen=self._listen if len(world.node_names) > 1 else "",
             addresses=self.addresses,
+            local_flash=self.local_flash,
         )
         reply, fds = self._exchange(message, timeout_s, "hello")
         if not isinstance(reply, m.Welcome) or len(fds) != 3:

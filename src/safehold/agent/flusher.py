@@ -19,8 +19,10 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent import joined_flash, places
 from safehold.agent.event_log import EventLog
 from safehold.agent.plugins import install_listener
+from safehold.agent.tier_calls import TierCalls
 from safehold.config import Config
 from safehold.errors import CheckpointError, StorageError, StorageFullError, SupersededError, from_os_error
 from safehold.events import EventStream
@@ -35,12 +37,15 @@ from safehold.pipeline.leases import Observer
 from safehold.pipeline.memory_check import arena_matches
 from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import Tier
+from safehold.tiers.joined import JoinedTier
 from safehold.tiers.open import open_tier
 from safehold.types import CommitId
 
 _ARENAS_KEPT = 256
 _CANCELS_KEPT = 1024
 NOT_BEGUN_POLL_S = 0.002
+OWN_DISK = ("record", "abandon")
+"""What concerns this node's share of a checkpoint only."""
 
 
 class FlusherProcess:
@@ -52,6 +57,9 @@ class FlusherProcess:
         self._config = Config()
         self._pacer: Pacer | None = None
         self._url = ""
+        self._peers: dict[str, Any] | None = None
+        self._joined: JoinedTier | None = None
+        self._calls = TierCalls()
         self._cancelled: dict[tuple[int, int, int], threading.Event] = {}
         self._arenas: dict[int, Mapping] = {}
         self._lock = threading.Lock()
@@ -65,6 +73,8 @@ class FlusherProcess:
             "check_memory": self._check_memory,
             "retire": self._observing(maintenance.retire),
             "sweep": self._observing(maintenance.sweep_debris),
+            "tier": lambda arguments, fds: self._calls.answer(self._open(), arguments["question"]),
+            "place": lambda arguments, fds: places.carry_out(self._open(), arguments),
         }
 
     def serve(self) -> None:
@@ -78,12 +88,16 @@ class FlusherProcess:
             operation, arguments = str(call["op"]), dict(call["args"])
             if operation == "start":
                 self._url, self._config = arguments["url"], Config.from_wire(arguments["config"])
+                self._peers = arguments.get("peers")
                 # All calls run in threads that are started from here, and take the priority over.
                 lower_priority(self._config.flush_nice)
                 self._pacer = Pacer(KernelIdleCores(), self._config.flush_busy_share)
                 # Opened afresh by each start of the job: the directory may have been replaced meanwhile, and its
                 # attempts may have the names of others that were abandoned here.
                 self._tier = None
+                joined, self._joined = self._joined, None
+                if joined is not None:
+                    joined_flash.close(joined)
                 with self._lock:
                     self._cancelled = {key: flag for key, flag in self._cancelled.items() if not flag.is_set()}
             elif operation == "forget":
@@ -106,7 +120,7 @@ class FlusherProcess:
                 if own is not None:
                     value = own(arguments, fds)
                 else:
-                    value = maintenance.OPERATIONS[operation](self._open(), self._config, arguments, self.events)
+                    value = self._maintain(operation, arguments)
         except CheckpointError as exc:
             error = exc
         except OSError as exc:
@@ -120,11 +134,21 @@ class FlusherProcess:
             error = self._superseded(arguments["commit"]) or error
         self._answer(number, value, error)
 
+    def _maintain(self, operation: str, arguments: dict[str, Any]) -> Any:
+        """Carry out one of `maintenance`, on the disks of all nodes where that is what the run directory is."""
+        if operation in OWN_DISK:
+            tier = self._open()
+        else:
+            tier = self._open_all()
+            if operation == "publish" and isinstance(tier, JoinedTier) and self._peers is not None:
+                arguments = {**arguments, "own_disks": self._peers["names"]}
+        return maintenance.OPERATIONS[operation](tier, self._config, arguments, self.events)
+
     def _superseded(self, commit: list[int]) -> CheckpointError | None:
         """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
         step, incarnation, _ = commit
         try:
-            ledger.check_newest(self._open(), incarnation)
+            ledger.check_newest(self._open_all(), incarnation)
         except SupersededError as exc:
             exc.step = step
             return exc
@@ -144,6 +168,16 @@ class FlusherProcess:
             if self._tier is None:
                 self._tier = open_tier(self._url, direct=self._config.direct_io)
             return self._tier
+
+    def _open_all(self) -> Tier:
+        """The own disk, joined with those of the other nodes where each has one."""
+        own, peers = self._open(), self._peers
+        if peers is None:
+            return own
+        with self._tier_lock:
+            if self._joined is None or self._joined.own is not own:
+                self._joined = joined_flash.join(own, self._url, peers, self._config)
+            return self._joined
 
     def _cancel(self, arguments: dict[str, Any]) -> None:
         self._cancelled_of(tuple(arguments["commit"])).set()
@@ -214,14 +248,14 @@ class FlusherProcess:
         return arena_matches(self._open(), CommitId(*arguments["commit"]), arguments["rank"], packs, mapping.view)
 
     def _observing(self, operation: Callable[..., Any]) -> Callable[[dict[str, Any], list[int]], Any]:
-        return lambda arguments, _: operation(self._open(), self._config, arguments, self.events, self._observer)
+        return lambda arguments, _: operation(self._open_all(), self._config, arguments, self.events, self._observer)
 
     def _make_room(self, arguments: dict[str, Any], exc: StorageFullError) -> bool:
         """Delete what no keep rule protects; True if that freed something, so that the allocation is tried again."""
         with self._room_lock:
             self.events.emit("make_room", "started", error=str(exc))
             arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
-            return maintenance.make_room(self._open(), self._config, arguments, self.events, self._observer)
+            return maintenance.make_room(self._open_all(), self._config, arguments, self.events, self._observer)
 
 
 def _staged_word(control: RankControl, save_seq: int) -> StagedWord:

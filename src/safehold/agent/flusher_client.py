@@ -66,6 +66,7 @@ class Flusher:
         self, url: str, config: dict[str, Any], *, post: Post, clock: Clock, events: EventStream, log_fd: int | None
     ) -> None:
         self._url, self._config = url, config
+        self._peers: dict[str, Any] | None = None
         self._post, self._clock, self._events = post, clock, events
         self._log_fd = log_fd
         self._calls: dict[int, _Call] = {}
@@ -79,6 +80,11 @@ class Flusher:
         self.lost = False
 
     @property
+    def url(self) -> str:
+        """The run directory."""
+        return self._url
+
+    @property
     def pid(self) -> int | None:
         """Process id of the running flusher, if one runs."""
         return self._process.pid if self._process else None
@@ -88,10 +94,13 @@ class Flusher:
         """Calls without an answer."""
         return len(self._calls)
 
-    def configure(self, config: dict[str, Any]) -> None:
-        """Use these settings from now on; a new session brings its own."""
-        self._config = config
-        self._tell("start", {"url": self._url, "config": config})
+    def configure(self, config: dict[str, Any], peers: dict[str, Any] | None = None) -> None:
+        """Use these settings from now on; a new session brings its own. `peers`: of `joined_flash.to_wire`, with node-local flash."""
+        self._config, self._peers = config, peers
+        self._tell("start", self._start())
+
+    def _start(self) -> dict[str, Any]:
+        return {"url": self._url, "config": self._config, "peers": self._peers}
 
     def forget(self, arena_id: int) -> None:
         """Have the process unmap an arena, so that its pages go; one that does not run has none."""
@@ -183,7 +192,7 @@ class Flusher:
         channel = Channel(ours)
         self._process, self._channel = process, channel
         self._events.emit("flusher", "started", pid=process.pid)
-        _send(channel, {"id": 0, "op": "start", "args": {"url": self._url, "config": self._config}}, ())
+        _send(channel, {"id": 0, "op": "start", "args": self._start()}, ())
         threading.Thread(
             target=self._receive, args=(channel, self._generation), name="flusher-replies", daemon=True
         ).start()

@@ -19,6 +19,7 @@ from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.parts import AllParts, PartStore
+from safehold.agent.places import Places
 from safehold.agent.ranks_afar import RankAfar
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
@@ -111,6 +112,9 @@ class Head:
         self._manifests: dict[int, int] = {}
         self.lead: Lead | None = None
         self.others = OthersSettled(set(self._ranks_of) - {here.node}, tell=self.tell, clock=clock)
+        self.places = Places(
+            names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
+        )
         self.announcer = Announcer(
             world_size=world.world_size,
             every_seconds=every_seconds,
@@ -224,6 +228,8 @@ class Head:
                 self._steps.update(report.steps)
             case w.SettledHere():
                 self.others.settled(node, report.number)
+            case w.Saw():
+                self.places.saw(node, report)
             case w.Came():
                 self.node_lost(node)
             case _:
@@ -311,11 +317,13 @@ class Head:
             self.restores.rank_gone(rank)
         self._manifests.pop(node, None)
         self.others.lost(node)
+        self.places.lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:
         """A node that was lost can be reached again: it may have missed what became of its saves."""
         self.others.back(node)
+        self.places.back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -429,13 +437,13 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others)
+        parts = (self.lead, self.restores, self.announcer, self.others, self.places)
         due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
         return min(due, default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (self.lead, self.restores, self.announcer, self.others):
+        for part in (self.lead, self.restores, self.announcer, self.others, self.places):
             if part is not None:
                 part.tick()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from safehold.agent import messages as m
+from safehold.agent import places
 from safehold.agent import words as w
 from safehold.agent.head import dropped
 from safehold.agent.node_save import Peer
@@ -80,6 +81,11 @@ class Hearing:
             case w.SettleOld():
                 settled = lambda: self._here.send(self._here.lead_node, w.SettledHere(word.number))  # noqa: E731
                 self._settle_old(self._here, settled, word.deadline_s)
+            case w.SeeFile():
+                here = self._here
+                places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
+            case w.Placed():
+                self._here.placed(local_flash=word.local_flash)
             case w.PartWanted():
                 self._here.up.part(word, self._here.parts.get(word.rank, word.digest))
             case w.LeavesSettled():

@@ -60,6 +60,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     run_id: str = ""
     listen: str = ""
     addresses: list[str] = []
+    local_flash: bool = False
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -88,7 +89,9 @@ class OpenRun(msgspec.Struct, tag="open_run", frozen=True):
 
 
 class RunOpened(msgspec.Struct, tag="run_opened", frozen=True):
-    """The incarnation is open. `notes` and `warnings` are sentences for the user (direct I/O not available, another job was
+    """The incarnation is open, on disks of the nodes' own if `local_flash`.
+
+    `notes` and `warnings` are sentences for the user (direct I/O not available, another job was
     running, ...).
     """
 
@@ -98,6 +101,7 @@ class RunOpened(msgspec.Struct, tag="run_opened", frozen=True):
     newest_step: int | None
     notes: list[str]
     warnings: list[str] = []
+    local_flash: bool = False
 
 
 class JoinRun(msgspec.Struct, tag="join_run", frozen=True):
@@ -281,6 +285,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         skipped: Sentences about newer checkpoints that could not be used.
         round: Of the restore; votes name it.
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
+        holders: With node-local flash: at which node the files are that each node of the checkpoint wrote.
     """
 
     id: int
@@ -292,6 +297,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     skipped: list[str] = []
     round: int = 0
     verified: list[int] = []
+    holders: dict[int, str] = {}
 
 
 class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):

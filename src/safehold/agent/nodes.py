@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
-from safehold.agent.net.seam import Listeners, Network
+from safehold.agent.net.seam import Listeners, Network, Provider
 from safehold.errors import CheckpointError, ConfigurationError
 from safehold.events import EventStream
 
@@ -31,6 +31,23 @@ class MeetingNetwork(Network, Protocol):
 
     def meet(self, addresses: dict[str, Any]) -> None:
         """Learn where the others are, by name."""
+        ...
+
+
+Reply = Callable[[bytes | CheckpointError], None]
+AskDisk = Callable[[bytes, Reply], None]
+
+
+@runtime_checkable
+class ServingNetwork(Protocol):
+    """A network by which others can ask questions and read files."""
+
+    def answer_calls(self, kind: str, handler: Callable[[str, bytes, Reply], None]) -> None:
+        """Let other nodes ask questions of a kind."""
+        ...
+
+    def provide(self, kind: str, provider: Provider) -> None:
+        """Let other nodes read bytes of a kind."""
         ...
 
 
@@ -72,6 +89,7 @@ class Nodes:
         def told(work: Callable[[], None]) -> None:
             post(lambda: None if self._closed else work())
 
+        self._told = told
         self.network = make(
             hello,
             Listeners(
@@ -80,8 +98,18 @@ class Nodes:
                 on_back=lambda name: told(lambda: back(self._index[name])),
             ),
         )
+        self.addresses: list[str] = []
         if hello.addresses:
             self.meet(hello.addresses)
+
+    def serve_disk(self, root: str, ask: AskDisk) -> None:
+        """Let the other nodes use this node's disk: `ask` carries out a question, `root` is the run directory."""
+        network = self.network
+        if isinstance(network, ServingNetwork):
+            from safehold.agent.flash_files import provider
+
+            network.answer_calls("tier", lambda name, question, reply: self._told(lambda: ask(question, reply)))
+            network.provide("flash", provider(root))
 
     @property
     def address(self) -> str:
@@ -100,6 +128,7 @@ class Nodes:
             raise ConfigurationError(f"{len(addresses)} addresses were given for {len(self._names)} nodes")
         parsed = {name: Address.parse(text) for name, text in zip(self._names, addresses, strict=True)}
         self.network.meet(parsed)
+        self.addresses = list(addresses)
         for name in self._watched:
             self.network.watch(name)
 

@@ -218,6 +218,7 @@ class Restores:
                     skipped,
                     current.number,
                     verified,
+                    value.get("holders", {}),
                 )
             )
         current.asked = {}

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import greeting
+from safehold.agent import greeting, places
 from safehold.agent import messages as m
+from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
 from safehold.agent.flusher_client import Flusher
@@ -46,10 +47,8 @@ FIRST_LINGER_S = 10.0
 TERM_SERVE_S, TERM_GRACE_S = 8.0, 20.0  # a job scheduler kills what is left some 30 s after its SIGTERM
 FAREWELL_S = 1.0
 ACCEPT_RETRY_S = 0.2
-SETTLE_SHARE, OPEN_SHARE = (
-    0.5,
-    0.4,
-)  # of the time for a start: the trainer hears what took too long before its own time is over
+SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
+"""Of the time for a start: the trainer hears what took too long before its own time is over."""
 MAX_WAIT_S = 1.0
 
 
@@ -371,13 +370,21 @@ class AgentServer:
         if connection.rank != 0:
             raise ConfigurationError("only rank 0 opens a run", rank=connection.rank)
 
-        def settled() -> None:
+        head, start_s = session.head, session.config.start_timeout_s
+        if head is None:
+            raise ConfigurationError("only the agent beside rank 0 opens a run", rank=connection.rank)
+
+        def placed(local_flash: bool, error: CheckpointError | None) -> None:
+            if error is not None:
+                self._not_opened(connection, session, message, error)
+                return
+            head.tell_all(w.Placed(local_flash))  # this node's flusher takes the new start's settings, too
             self._create_incarnation(connection, session, message)
 
-        deadline_s = session.config.start_timeout_s * SETTLE_SHARE
-        if session.head is None:
-            raise ConfigurationError("only the agent beside rank 0 opens a run", rank=connection.rank)
-        others = session.head.others
+        def settled() -> None:
+            head.places.decide(placed, start_s * PLACE_SHARE)
+
+        deadline_s, others = start_s * SETTLE_SHARE, head.others
         self._settle_old(session, lambda: others.after(settled), deadline_s)
         others.ask(deadline_s)
 
@@ -406,9 +413,7 @@ class AgentServer:
 
         def opened(value: Any, error: CheckpointError | None) -> None:
             if error is not None:
-                connection.refuse(message.id, error)
-                if self._current is not None and self._current is not session:
-                    self._current.resume()
+                self._not_opened(connection, session, message, error)
                 return
             if session.token not in self._sessions:  # its ranks have left meanwhile
                 if self._current is not None:
@@ -420,13 +425,22 @@ class AgentServer:
             self._switch(session)
             pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
             newest = max(value["steps"], default=None)
+            notes, num_nodes = list(value["notes"]), len(session.world.node_names)
+            if num_nodes > 1:
+                notes.append(places.note(session.local_flash, num_nodes))
             connection.reply(
-                m.RunOpened(message.id, session.run_id, session.incarnation, newest, value["notes"], warnings)
+                m.RunOpened(
+                    message.id, session.run_id, session.incarnation, newest, notes, warnings, session.local_flash
+                )
             )
 
-        flusher.configure(session.config.to_wire())
         arguments: dict[str, Any] = {"token": session.token, "up_to": None, "exclude": [], "reason": "start"}
         flusher.call("open_run", arguments, opened, timeout_s=session.config.start_timeout_s * OPEN_SHARE)
+
+    def _not_opened(self, connection: Connection, session: Session, message: m.OpenRun, error: CheckpointError) -> None:
+        connection.refuse(message.id, error)
+        if self._current is not None and self._current is not session:
+            self._current.resume()
 
     def _facts(self) -> dict[str, Any]:
         return {

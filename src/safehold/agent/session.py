@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent import joined_flash
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
@@ -98,9 +99,11 @@ class Session:
         self.parts = PartStore()
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
+        self.local_flash = False
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
+            self.placed(local_flash=hello.local_flash)
             self._start(self._known(None))
             self._hearing.tell_others_came()
 
@@ -133,7 +136,7 @@ class Session:
 
     def _reach(self, hello: m.Hello, make: MakeNetwork) -> Nodes:
         watched = range(len(self.world.node_names)) if self.is_lead else [self.lead_node]
-        return Nodes(
+        nodes = Nodes(
             hello,
             make=make,
             watched=[node for node in watched if node != self.node],
@@ -143,6 +146,26 @@ class Session:
             post=self._post,
             events=self._events,
         )
+        nodes.serve_disk(self.flusher.url, self._ask_disk)
+        return nodes
+
+    def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
+        """Carry out what another node asks of this node's disk."""
+        self.flusher.call(
+            "tier",
+            {"question": question},
+            lambda value, error: reply(value if error is None else error),
+            timeout_s=self.config.flush_timeout_s,
+        )
+
+    def placed(self, *, local_flash: bool) -> None:
+        """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
+        self.local_flash = local_flash
+        peers = None
+        if local_flash and self.nodes is not None:
+            names, token = self.world.node_names, self.token
+            peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
+        self.flusher.configure(self.config.to_wire(), peers)
 
     def _new_head(self) -> Head:
         return Head(

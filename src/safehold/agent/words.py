@@ -93,6 +93,14 @@ class SettledHere(msgspec.Struct, tag="settled_here", frozen=True):
     number: int
 
 
+class Saw(msgspec.Struct, tag="saw", frozen=True):
+    """Whether this node sees the lead's file in the run directory; answers `SeeFile`."""
+
+    number: int
+    sees: bool
+    error: dict[str, Any] | None = None
+
+
 class Came(msgspec.Struct, tag="came", frozen=True):
     """Another agent came in the place of one that died: what that one had in flight is lost."""
 
@@ -105,6 +113,20 @@ class SettleOld(msgspec.Struct, tag="settle_old", frozen=True):
 
     number: int
     deadline_s: float
+
+
+class SeeFile(msgspec.Struct, tag="see_file", frozen=True):
+    """The lead has put a file of this name and content into the run directory: this node shall say whether it sees it."""
+
+    number: int
+    name: str
+    content: bytes
+
+
+class Placed(msgspec.Struct, tag="placed", frozen=True):
+    """How the run directory is to be used: as one directory, or as the union of the nodes' own disks."""
+
+    local_flash: bool
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
@@ -174,9 +196,11 @@ class ToAll(msgspec.Struct, tag="to_all", frozen=True):
     text: str
 
 
-Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Came
+Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Saw | Came
 Word = (
     SettleOld
+    | SeeFile
+    | Placed
     | Opened
     | Committed
     | Abandoned

@@ -33,7 +33,7 @@ def ls(run: str, show_all: bool, as_json: bool) -> None:
     opened = open_run(run)
     views = opened.catalog.commits(opened.seen)
     leases = Observer().look(opened.tier)
-    entries = [_entry(view, leases) for view in views]
+    entries = [_entry(view, leases, opened.seen.files.get(view.commit, {})) for view in views]
     if show_all:
         entries += _others(opened, leases)
         entries.sort(key=lambda e: (e["step"], e["incarnation"], e["attempt"]), reverse=True)
@@ -79,9 +79,10 @@ def show(run: str, step: int | None, show_leaves: bool, as_json: bool) -> None:
         _show_checkpoint(opened, step, show_leaves, as_json)
 
 
-def _entry(view: Any, leases: Any) -> dict[str, Any]:
+def _entry(view: Any, leases: Any, files: dict[str, int]) -> dict[str, Any]:
     """One object of `ls --json`."""
     from safehold.errors import FormatVersionError
+    from safehold.pipeline.joining import not_here
 
     manifest = view.manifest
     entry: dict[str, Any] = {
@@ -100,6 +101,7 @@ def _entry(view: Any, leases: Any) -> dict[str, Any]:
         "pinned": view.pinned,
         "leased": leases.on(view.commit) is not None,
         "quarantined": view.quarantine is not None,
+        "not_here": not_here(manifest, files) if manifest else [],
         "reason": "",
     }
     if view.error is not None:
@@ -146,6 +148,7 @@ def _others(opened: Any, leases: Any) -> list[dict[str, Any]]:
                 "pinned": commit.step in seen.pins,
                 "leased": leases.on(commit) is not None,
                 "quarantined": commit in seen.quarantined,
+                "not_here": [],
                 "reason": reason,
             }
         )
@@ -155,9 +158,16 @@ def _others(opened: Any, leases: Any) -> list[dict[str, Any]]:
 def _notes(entry: dict[str, Any]) -> str:
     words = [] if entry["status"] == "committed" else [entry["status"].upper()]
     words += [name for name in ("pinned", "leased", "final", "quarantined") if entry[name]]
+    if entry["not_here"]:
+        words.append(f"partial here: not what {_nodes(entry['not_here'])} saved")
     words += [f"{name}={number_text(value)}" for name, value in sorted(entry["metrics"].items())]
     text = " ".join(words)
     return f"{text} ({entry['reason']})" if entry["reason"] else text
+
+
+def _nodes(names: list[str]) -> str:
+    shown = ", ".join(clean(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"node {shown}" if len(names) == 1 else f"nodes {shown}"
 
 
 def _show_run(opened: Any, as_json: bool) -> None:

@@ -8,6 +8,7 @@ temporaries and foreign files are never taken for ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from safehold.types import CommitId
@@ -100,10 +101,42 @@ def pack(node: int, rank: int, part: int) -> str:
     return f"{_check(node):05d}-{_check(rank):05d}.{_check(part)}.safetensors"
 
 
-def parse_pack_node(name: str) -> int | None:
-    """Read the node from the file name of a pack."""
+def parse_pack(name: str) -> tuple[int, int, int] | None:
+    """Read (node, rank, part) from the file name of a pack."""
     numbers = _all(_PACK.fullmatch(name), (5, 5, 1))
-    return None if numbers is None else numbers[0]
+    return None if numbers is None else (numbers[0], numbers[1], numbers[2])
+
+
+def parse_checkpoint_dir(directory: str) -> CommitId | None:
+    """Read the commit from the directory of an attempt."""
+    top, _, rest = directory.partition("/")
+    step, numbers = parse_step_dir(rest.partition("/")[0]), parse_attempt_dir(rest.partition("/")[2])
+    return CommitId(step, *numbers) if top == CHECKPOINTS and step is not None and numbers is not None else None
+
+
+def node_of(name: str) -> int | None:
+    """Return which node wrote a file of a checkpoint, by the file's name; None for what is no node's own."""
+    found = parse_pack(name)
+    if found is not None:
+        return found[0]
+    record = parse_node_record(name)
+    return record if record is not None else parse_node_objects(name)
+
+
+def is_file(path: str) -> bool:
+    """Whether this is the path of a file that this library writes into a run directory."""
+    directory, _, name = path.rpartition("/")
+    parsers: dict[str, Callable[[str], object]] = {
+        "": lambda name: name if name == RUN_JSON else None,
+        INCARNATIONS: parse_incarnation,
+        PLANS: parse_plan,
+        QUARANTINES: parse_quarantine,
+        PINS: parse_pin,
+    }
+    if directory in parsers:
+        return parsers[directory](name) is not None
+    known = name == MANIFEST or node_of(name) is not None or parse_tombstone(name) is not None
+    return known and parse_checkpoint_dir(directory) is not None
 
 
 def node_record(node: int) -> str:

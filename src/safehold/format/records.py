@@ -210,6 +210,7 @@ class Manifest(Record, frozen=True, kw_only=True):
         metrics: What the user gave, for retention; any float.
         final: The last save of a training that ended.
         tags: What the user gave.
+        own_disks: The names of the nodes, by node, where each keeps its files on a disk of its own; empty: all are in one directory.
     """
 
     run_id: _RunId
@@ -225,6 +226,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     metrics: dict[Word, float] = msgspec.field(default_factory=dict)
     final: bool = False
     tags: tuple[Word, ...] = ()
+    own_disks: tuple[Word, ...] = ()
 
 
 R = TypeVar("R", bound=Record)
@@ -331,6 +333,8 @@ def _encode(kind: str, record: Record) -> bytes:
         ValueError: A field is out of bounds, or the record contradicts itself.
     """
     body = msgspec.to_builtins(record, str_keys=True)
+    if not body.get("own_disks", True):
+        del body["own_disks"]  # written only where it says something
     for name in ("metrics", "timings"):
         if name in body:
             body[name] = {key: _write_float(value) for key, value in body[name].items()}
@@ -387,6 +391,8 @@ def _check(record: Record) -> None:
             nodes = [ref.node for ref in record.nodes]
             _require(nodes == sorted(set(nodes)), "nodes are not ascending")
             _require(len(nodes) <= record.world_size, "more nodes than ranks")
+            named = not record.own_disks or max(nodes) < len(record.own_disks)
+            _require(named, "a node with a disk of its own has no name")
         case _:
             pass
 

@@ -102,6 +102,11 @@ class PosixFile:
         with self._using() as fd:
             return os.fstat(fd).st_size
 
+    def duplicate(self) -> int:
+        """Return a descriptor of the file that is the caller's, and shares nothing with others but the position."""
+        with self._using() as fd:
+            return os.dup(fd)
+
     def start_writeback(self, offset: int, nbytes: int) -> None:
         """See `DiskFile`."""
         with self._using() as fd:

@@ -54,6 +54,16 @@ def check_manifest(manifest: Manifest, *, commit: CommitId, run_id: str, path: s
         raise ManifestError("names no node, or one twice", path=path, step=commit.step)
 
 
+def missing_record(manifest: Manifest, node: int, *, path: str, tier: str) -> TornFileError:
+    """Return the error for a node record that is not there: damage, or the disk of that node is away."""
+    step = manifest.commit.step
+    if not manifest.own_disks:
+        return TornFileError("the file is missing", path=path, step=step, tier=tier)
+    name = manifest.own_disks[node]
+    text = f"the record of node {name}, which keeps what it saves on a disk of its own, is not here"
+    return TornFileError(text, path=path, step=step, node=name, tier=tier, hint="start the job with that node as well")
+
+
 def check_bytes(data: bytes, size_bytes: int, digest: str, *, path: str, step: int, what: str) -> None:
     """Check a document's bytes against the size and blake3 that the manifest has of it.
 

@@ -291,7 +291,10 @@ class Catalog:
         ref = next((ref for ref in manifest.nodes if ref.node == node), None)
         if ref is None:
             raise ManifestError(f"the manifest has no node {node}", path=path, step=commit.step)
-        data = self._must_get(path, ref.size_bytes, commit)
+        try:
+            data = self._get_patiently(path, ref.size_bytes)
+        except FileNotFoundError as exc:
+            raise agreement.missing_record(manifest, node, path=path, tier=self.tier.name) from exc
         agreement.check_bytes(
             data, ref.size_bytes, ref.blake3, path=path, step=commit.step, what=f"the record of node {node}"
         )
@@ -383,9 +386,12 @@ class Catalog:
 
     def _must_get(self, path: str, limit_bytes: int, commit: CommitId) -> bytes:
         try:
-            return self._patiently(lambda: self.tier.get(path, limit_bytes=limit_bytes, retry_s=0.0))
+            return self._get_patiently(path, limit_bytes)
         except FileNotFoundError as exc:
             raise TornFileError("the file is missing", path=path, step=commit.step, tier=self.tier.name) from exc
+
+    def _get_patiently(self, path: str, limit_bytes: int) -> bytes:
+        return self._patiently(lambda: self.tier.get(path, limit_bytes=limit_bytes, retry_s=0.0))
 
     def _patiently(self, read: Callable[[], T]) -> T:
         give_up = self._clock.monotonic() + self._patience_s

@@ -84,11 +84,21 @@ def ensure_run(tier: Tier, *, clock: Clock = SYSTEM_CLOCK, library: str = __vers
         if all(entry.name != paths.RUN_JSON for entry in tier.list("")):
             _put_new(tier, paths.RUN_JSON, records.encode_run(run))
         return run
-    check_empty(tier)
+    refuse_foreign(tier)
     run = RunInfo(run_id=new_token(), created_s=clock.wall(), library=library)
     _put_new(tier, paths.RUN_JSON, records.encode_run(run))
     found = snapshots.identify(tier)
     return found if found is not None else run
+
+
+def refuse_foreign(tier: Tier) -> None:
+    """Refuse a directory that is no run directory and not empty.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    if paths.RUN_JSON not in {entry.name for entry in tier.list("")} and not tier.list(paths.INCARNATIONS):
+        check_empty(tier)
 
 
 def check_empty(tier: Tier) -> None:
@@ -248,7 +258,7 @@ def publish(tier: Tier, commit: CommitId, manifest: bytes) -> None:
     _check_plan(tier, decoded)
     _put_new(tier, path, manifest, step=commit.step)
     newer = newer_incarnation(tier, commit.incarnation)
-    if newer is not None and not _lists(tier, newer, commit):
+    if newer is not None and not lists(tier, newer, commit):
         raise SupersededError(
             f"incarnation {newer} took over while step {commit.step} was being committed, and does not list it",
             step=commit.step,
@@ -287,7 +297,7 @@ def withdraw(tier: Tier, commit: CommitId, *, clock: Clock = SYSTEM_CLOCK) -> bo
             return True
         bury(tier, commit, incarnation=commit.incarnation, reason="its commit failed half way", clock=clock)
         newer = newer_incarnation(tier, commit.incarnation)
-        return newer is None or not _lists(tier, newer, commit)
+        return newer is None or not lists(tier, newer, commit)
     except StorageError:
         return False
 
@@ -429,7 +439,8 @@ def _was_void(seen: Listing, stone: Tombstone, commit: CommitId, before: int) ->
     return belief.is_void(replace(seen, incarnations=earlier), stone, commit)
 
 
-def _lists(tier: Tier, incarnation: int, commit: CommitId) -> bool:
+def lists(tier: Tier, incarnation: int, commit: CommitId) -> bool:
+    """Whether an incarnation's file is whole and lists a checkpoint."""
     path = paths.incarnation(incarnation)
     try:
         data = tier.get(path, limit_bytes=document.max_file_bytes("incarnation"))

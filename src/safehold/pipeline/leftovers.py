@@ -71,7 +71,7 @@ def discard_share(tier: Tier, commit: CommitId, node: int) -> None:
     if paths.MANIFEST in names:
         raise IntegrityError("the attempt is committed and is not discarded", path=directory, step=commit.step)
     for name in names:
-        if node in (paths.parse_pack_node(name), paths.parse_node_record(name), paths.parse_node_objects(name)):
+        if paths.node_of(name) == node:
             tier.delete(f"{directory}/{name}")
     tier.delete_if_empty(directory)
     tier.delete_if_empty(paths.step_dir(commit.step))

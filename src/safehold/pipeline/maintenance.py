@@ -19,12 +19,13 @@ from safehold.errors import ConfigurationError, TornFileError
 from safehold.events import EventStream
 from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
-from safehold.pipeline import agreement, ledger, leftovers, sweep
+from safehold.pipeline import agreement, joining, ledger, leftovers, sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer
 from safehold.policy import belief
 from safehold.policy.retention import Best, Keep
 from safehold.tiers.base import Tier
+from safehold.tiers.joined import JoinedTier
 from safehold.types import CommitId
 
 Operation = Callable[[Tier, Config, dict[str, Any], EventStream], Any]
@@ -76,8 +77,10 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
             return chosen
         return [up_to if commit.step == up_to.step else commit for commit in chosen]
 
-    opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
     notes = list(report.notes)
+    if isinstance(tier, JoinedTier):
+        notes += joining.heal(tier)
+    opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
     if opened.withdrawn:
         steps = numbered("step", [commit.step for commit in opened.withdrawn])
         notes.append(f"not used: {steps}, which an older incarnation was deleting")
@@ -170,6 +173,7 @@ def publish(tier: Tier, config: Config, arguments: dict[str, Any], events: Event
         library=__version__,
         metrics=arguments["metrics"],
         final=arguments["final"],
+        own_disks=tuple(arguments.get("own_disks", ())),
     )
     ledger.publish(tier, commit, records.encode_manifest(manifest))
 
@@ -197,11 +201,16 @@ def find(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStr
     return {
         "commit": None if checkpoint is None else _wire(checkpoint.commit),
         "manifest": b"" if checkpoint is None else checkpoint.manifest_bytes,
+        "holders": {} if checkpoint is None else _holders(tier, checkpoint.commit),
         "newest": _wire(believed[0]) if believed else None,
         "any_commit": bool(believed),
         "bad": [_wire(commit) for commit, _ in found.rejected],
         "skipped": [f"step {commit.step} cannot be used: {error}" for commit, error in found.rejected],
     }
+
+
+def _holders(tier: Tier, commit: CommitId) -> dict[int, str]:
+    return joining.holders(tier, commit) if isinstance(tier, JoinedTier) else {}
 
 
 def quarantine(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:

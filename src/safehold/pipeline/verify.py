@@ -26,6 +26,7 @@ from safehold.format.records import Manifest, NodeRecord, PackRecord
 from safehold.pipeline import agreement
 from safehold.pipeline.catalog import Catalog
 from safehold.pipeline.expected import expected_tensors, rows_of_packs
+from safehold.pipeline.joining import not_here
 from safehold.pipeline.redundancy_check import RedundancyCheck
 from safehold.policy import coverage
 from safehold.tiers.base import PackReader, Tier
@@ -171,6 +172,7 @@ class _Verification:
         self._direct = direct
         self._tally = _Tally(progress)
         self._catalog = catalog
+        self._not_here: list[str] = []
 
     def run(self) -> VerifyReport:
         manifest = self._document(lambda: self._catalog.read_manifest(self._commit)[1], paths.MANIFEST)
@@ -208,7 +210,10 @@ class _Verification:
 
     def _records(self, manifest: Manifest) -> dict[int, NodeRecord]:
         found = {}
+        self._not_here = not_here(manifest, [entry.name for entry in self._tier.list(self._directory)])
         for ref in manifest.nodes:
+            if manifest.own_disks and manifest.own_disks[ref.node] in self._not_here:
+                continue
             read = partial(self._catalog.read_record, manifest, ref.node)
             record = self._document(read, paths.node_record(ref.node))
             if record is not None:
@@ -306,7 +311,9 @@ class _Verification:
 
     def _notes(self, records: dict[int, NodeRecord]) -> list[str]:
         known = {paths.MANIFEST} | {entry.file for record in records.values() for entry in record.packs}
-        notes = []
+        notes = [
+            f"node {names.display(name)}: what it saved is on its own disk, and was not read" for name in self._not_here
+        ]
         for entry in self._tier.list(self._directory):
             ours = paths.parse_node_record(entry.name), paths.parse_node_objects(entry.name)
             if entry.name in known or any(node in records for node in ours if node is not None):

@@ -26,6 +26,8 @@ from safehold.errors import AgentUnavailableError, CheckpointError, Configuratio
 from safehold.host.memfd import Mapping
 from safehold.host.runtime import RunSlot
 from safehold.pipeline.exchange import Exchange, node_name
+from safehold.tiers.base import Tier
+from safehold.tiers.open import open_tier
 from safehold.types import Membership
 
 log = logging.getLogger("safehold")
@@ -141,6 +143,7 @@ def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
     """Open the incarnation on rank 0, and have the others join it."""
     opened = exchange.decide("opened", lambda: _open(client, config), config.start_timeout_s + ANSWER_SLACK_S)
     client.run_id, client.incarnation = opened["run_id"], opened["incarnation"]
+    client.local_flash = opened["local_flash"]
     error: CheckpointError | None = None
     if client.rank != 0:
         try:
@@ -207,6 +210,7 @@ def _open(client: AgentClient, config: Config) -> dict[str, Any]:
         "run_id": reply.run_id,
         "incarnation": reply.incarnation,
         "newest_step": reply.newest_step,
+        "local_flash": reply.local_flash,
         "notes": reply.notes,
         "warnings": reply.warnings,
     }
@@ -232,6 +236,19 @@ class Reconnector:
                 self._told = self._run.client.generation
                 log.warning("safehold: the agent of this node is gone; starting another")
             self._run.client.reconnect(self._config.start_timeout_s)
+
+
+def open_flash(run: Run, path: str, config: Config) -> Tier:
+    """Return the run's tier, for reading: the run directory, or the union of the nodes' own disks."""
+    own, client = open_tier(path, direct=config.direct_io), run.client
+    if not client.local_flash:
+        return own
+    from safehold.agent import joined_flash
+
+    world = run.world
+    node = world.node_of[client.rank]
+    wire = joined_flash.to_wire(node=node, names=world.node_names, addresses=client.addresses, token=world.token)
+    return joined_flash.join(own, path, wire, config)
 
 
 def map_arena(run: Run, arena_id: int, arena_bytes: int, fds: list[int]) -> Mapping:

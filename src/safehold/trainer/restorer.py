@@ -32,12 +32,14 @@ from safehold.host.memfd import Mapping
 from safehold.pipeline.apart import differing
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.direct_load import saved_index
+from safehold.pipeline.joining import guess_for
 from safehold.pipeline.restore import Reading, RestoreFigures
 from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
 from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions, TensorLeaf
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
+from safehold.tiers.joined import JoinedTier
 from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
 from safehold.types import CommitId
@@ -207,7 +209,7 @@ class Restorer:
             checkpoint, stored = within(
                 self._config.stall_timeout_s,
                 "reading the documents of a checkpoint",
-                lambda: self._documents(commit, offer.manifest),
+                lambda: self._documents(commit, offer),
                 path=self._tier.url,
             )
         with collector.paused(), self._events.span("bind", step=offer.step, rank=self._rank):
@@ -229,8 +231,10 @@ class Restorer:
             attempt.unused = binding.unused
         return values, binding, reading
 
-    def _documents(self, commit: CommitId, manifest: bytes) -> tuple[Checkpoint, StoredObjects]:
-        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=manifest, lazy=True)
+    def _documents(self, commit: CommitId, offer: m.RestoreOffer) -> tuple[Checkpoint, StoredObjects]:
+        if isinstance(self._tier, JoinedTier):
+            self._tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
+        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
         return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
 
     def _reading(

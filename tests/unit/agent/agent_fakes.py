@@ -44,6 +44,7 @@ class FakeFlusher:
     """Keeps the calls until the test answers them; some operations may be answered at once."""
 
     def __init__(self, at_once: dict[str, Any] | None = None) -> None:
+        self.url = "/run"
         self.calls: list[tuple[str, dict[str, Any], Callable[[Any, CheckpointError | None], None]]] = []
         self.log: list[tuple[str, dict[str, Any]]] = []
         self.at_once = dict(at_once or {})
@@ -87,7 +88,7 @@ class FakeFlusher:
                 return
         raise AssertionError(f"no open call {operation} {match}; open: {[(c[0], c[1]) for c in self.calls]}")
 
-    def configure(self, config: dict[str, Any]) -> None:
+    def configure(self, config: dict[str, Any], peers: dict[str, Any] | None = None) -> None:
         self.configured.append(config)
 
     def forget(self, arena_id: int) -> None:

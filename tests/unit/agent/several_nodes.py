@@ -47,6 +47,12 @@ class Wire:
         self.job.sent.append((self.name, name, w.decode(data)))
         self.job.queue.append((self.name, name, data))
 
+    def provide(self, kind: str, provider: Any) -> None:
+        pass
+
+    def serve(self, kind: str, handler: Any) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

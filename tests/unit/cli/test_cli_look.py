@@ -19,9 +19,9 @@ from safehold.format import paths, records
 from safehold.pipeline import ledger
 from safehold.types import CommitId
 
-LS_FIELDS = {"leased",
+LS_FIELDS = {
     "step", "incarnation", "attempt", "status", "created_s", "created", "world_size", "num_nodes", "total_bytes", "stored_bytes",
-    "metrics", "final", "pinned", "leased", "quarantined", "reason",
+    "metrics", "final", "pinned", "leased", "quarantined", "not_here", "reason",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import aiohttp
 
 from safehold.agent.net.addresses import Address
 from safehold.agent.net.bulk import BulkSettings
+from safehold.agent.net.calls import Handler
 from safehold.agent.net.client import PeerClient, http_client
 from safehold.agent.net.connections import Limits
 from safehold.agent.net.identity import Identity
@@ -221,6 +222,10 @@ class Peers:
     def accept(self, kind: str, sink: Sink) -> None:
         """See `seam.Network`."""
         self._server.accept(kind, sink)
+
+    def answer_calls(self, kind: str, handler: Handler) -> None:
+        """Let other nodes ask questions; the handler is called in the network's thread, and must not block."""
+        self._server.answer_calls(kind, handler)
 
     def set_incarnation(self, incarnation: int) -> None:
         """See `seam.Network`."""

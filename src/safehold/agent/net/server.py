@@ -16,6 +16,7 @@ from aiohttp import web
 
 from safehold.agent.net import wire
 from safehold.agent.net.addresses import Address, address_of, listening_socket
+from safehold.agent.net.calls import CallRoutes, Handler, is_aside
 from safehold.agent.net.connections import Connection, Limits, Lobby
 from safehold.agent.net.data import DataRoutes
 from safehold.agent.net.gate import Gate, Refusals
@@ -88,6 +89,7 @@ class NetworkServer:
         self._inbox = Inbox()
         self._workers = Workers(num_transfers, thread.loop)
         self._data = DataRoutes(node, self._workers, num_transfers, patience or Patience(), self._answer)
+        self._calls = CallRoutes(node, self._body)
         self.num_messages = 0
         self._sock = listening_socket(bind, port)
         self.address: Address = address_of(self._sock, bind)
@@ -114,6 +116,10 @@ class NetworkServer:
         """Let others write bytes of a kind."""
         self._data.sinks[wire.check_kind(kind)] = sink
 
+    def answer_calls(self, kind: str, handler: Handler) -> None:
+        """Let others ask questions of a kind; the handler is called in the loop's thread."""
+        self._calls.handlers[wire.check_kind(kind)] = handler
+
     def close(self) -> None:
         """Stop listening, cut everybody off, end the transfers."""
         self._data.close()
@@ -135,7 +141,8 @@ class NetworkServer:
         try:
             node = self._gate.admit(request.headers)
             self._lobby.welcome(connection.guest)
-            self._on_heard(node)
+            if not is_aside(request.raw_path):
+                self._on_heard(node)
             return await self._route(request, node)
         except Refusal as refusal:
             if refusal.told:
@@ -156,6 +163,8 @@ class NetworkServer:
         match (method, path):
             case ("POST", wire.MESSAGES_PATH):
                 return await self._messages(request, node)
+            case ("POST", _) if path.startswith(wire.CALL_PATH):
+                return await self._calls.post(request, node)
             case ("GET", wire.HEALTH_PATH):
                 return self._answer(200, incarnation=self._incarnation(), connections=self._num_connections())
             case ("GET", wire.METRICS_PATH):

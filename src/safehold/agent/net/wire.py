@@ -17,6 +17,7 @@ from safehold.errors import ConfigurationError
 RUN, INCARNATION, NODE, TO = "X-Safehold-Run", "X-Safehold-Incarnation", "X-Safehold-Node", "X-Safehold-To"
 SESSION, FIRST, CRC, SIZE = "X-Safehold-Session", "X-Safehold-First", "X-Safehold-Crc32", "X-Safehold-Size"
 MESSAGES_PATH, DATA_PATH, HEALTH_PATH, METRICS_PATH = "/v1/messages", "/v1/data/", "/v1/health", "/v1/metrics"
+CALL_PATH = "/v1/call/"
 
 MAX_BODY_BYTES = 16 << 20
 MAX_BATCH_MESSAGES = 4096
