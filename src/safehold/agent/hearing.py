@@ -168,17 +168,25 @@ class Hearing:
             self._lead_lost(why)
 
     def _lead_lost(self, why: CheckpointError) -> None:
-        """Nobody decides any more about what is in flight here: it is given up, and may be committed all the same."""
+        """Nobody decides any more about what is in flight here."""
         assert self._here.follower is not None
         self._here.follower.lead_lost(why)
         error = self._here.follower.lost_error()
         joining, self._joining = self._joining, []
         for peer, message in joining:
             peer.refuse(message.id, error)
-        for step, attempt in self._here.saves.open_saves() if self._here.saves is not None else ():
+        self.give_up()
+
+    def give_up(self) -> None:
+        """While the lead is lost: what is in flight here is given up, and may be committed all the same."""
+        here = self._here
+        if here.follower is None or here.follower.lost is None or here.saves is None:
+            return
+        error = here.follower.lost_error()
+        for step, attempt in here.saves.open_saves():
             self._given_up.append((step, attempt))
             wire = {**error.to_wire(), "step": step}
-            self._here.abandoned(w.Abandoned(self._here.incarnation, step, attempt, wire, in_doubt=True))
+            here.abandoned(w.Abandoned(here.incarnation, step, attempt, wire, in_doubt=True))
 
     def node_back(self, node: int) -> None:
         """It can be reached again."""

@@ -260,6 +260,8 @@ class Session:
         def tell_lead(event: Any) -> None:
             if self.saves is saves:
                 self.up.event(event, incarnation)
+                if self.follower is not None and self.follower.lost is not None:
+                    self._post(self._hearing.give_up)  # nobody hears it
 
         def compared(step: int, attempt: int, crcs: dict[int, dict[str, int]]) -> None:
             if self.saves is saves:

@@ -85,6 +85,22 @@ def test_a_node_that_is_lost_ends_the_save_by_name_and_a_later_one_works() -> No
     assert [job.verdicts(rank)[-1] for rank in range(3)] == [("durable", 6)] * 3
 
 
+def test_saves_that_begin_while_the_lead_is_lost_fail_at_once_and_later_ones_work() -> None:
+    job = Job(num_nodes=2)
+    job.cut(0, 1)
+    for step in (5, 6, 7):
+        job.begin(1, step)
+        assert job.verdicts(1)[-1] == ("failed", step), "nobody would ever decide about it"
+        job.flushers[1].answer("flush", None, StorageError("cancelled"), rank=1)
+    assert job.sessions[1].num_open == 0
+    job.begin(0, 9)
+    assert job.verdicts(0)[-1] == ("failed", 9) and job.failure(0).node == "n1"
+    job.flushers[0].answer("flush", None, StorageError("cancelled"), rank=0)
+    job.mend(0, 1)
+    job.save(10)
+    assert job.verdicts(1)[-1] == ("durable", 10) == job.verdicts(0)[-1]
+
+
 def test_a_verdict_that_was_lost_on_the_way_is_told_once_the_node_is_back() -> None:
     job = Job(num_nodes=2)
     for rank in (0, 1):
