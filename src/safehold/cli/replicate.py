@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import click
@@ -169,11 +170,27 @@ def status(run: str, url: str, as_json: bool) -> None:
 
 
 def _copy(source: Any, target: Any, commit: Any, rate: int | None, *, restrict: bool = False) -> Any:
+    """Copy one checkpoint, under a lease: the source's run may go on, and would let it go."""
     from safehold.cli.progress import progress
+    from safehold.config import Config
+    from safehold.errors import StepNotFoundError
+    from safehold.pipeline.leases import Reader, is_committed
     from safehold.pipeline.replicate import replicate as copy
     from safehold.pipeline.trials import CopySettings
+    from safehold.tiers.open import open_tier
 
-    with progress(f"step {commit.step}", in_bytes=True) as tick:
+    config = Config()
+    place = open_tier(
+        source.url, file_mode=0o644, dir_mode=0o755
+    )  # the run's agent, which may be another user's, reads it
+    leases = Reader(
+        place, lease_s=config.lease_s, limit_s=config.stall_timeout_s, host=os.uname().nodename, pid=os.getpid()
+    )
+    with leases as reader, progress(f"step {commit.step}", in_bytes=True) as tick:
+        if reader.hold(commit) and not is_committed(source, commit):
+            text = "the checkpoint was un-committed before it could be read"
+            hint = "'safehold ls' lists what there is now"
+            raise StepNotFoundError(text, step=commit.step, path=source.url, hint=hint)
         return copy(
             source, target, commit, settings=CopySettings(rate_bytes_s=rate or 0), progress=tick, restrict=restrict
         )

@@ -237,3 +237,31 @@ def test_a_killed_one_is_taken_up_by_the_next(run: RunDir, there: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert verify(open_tier(there), commit).ok
+
+
+def test_what_is_copied_is_leased_as_long_as_that_takes(run: RunDir, there: Path, safehold, monkeypatch):
+    from safehold.pipeline import replicate as replicating
+
+    run.save(10)
+    seen: list[list[str]] = []
+    copy = replicating.replicate
+
+    def watching(source, target, commit, **more):
+        seen.append([entry.name for entry in source.list(paths.LEASES)])
+        return copy(source, target, commit, **more)
+
+    monkeypatch.setattr(replicating, "replicate", watching)
+    assert safehold("replicate", run.root, "--to", there).code == 0
+    assert len(seen) == 1 and len(seen[0]) == 1 and seen[0][0].startswith("000000010-")
+    assert run.tier.list(paths.LEASES) == []
+    assert safehold("fetch", there, "--to", there.parent / "back").code == 0
+    assert len(seen[1]) == 1 and open_tier(there).list(paths.LEASES) == []
+
+
+def test_what_went_before_the_lease_was_there_is_not_copied(run: RunDir, there: Path, safehold, monkeypatch):
+    from safehold.pipeline import leases
+
+    run.save(10)
+    monkeypatch.setattr(leases, "is_committed", lambda tier, commit: False)
+    done = safehold("replicate", run.root, "--to", there)
+    assert done.code == 4 and "un-committed before it could be read" in done.err and steps(there) == []
