@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import joined_flash, places
+from safehold.agent import places
 from safehold.agent.plugins import install_listener
 from safehold.agent.tier_calls import TierCalls
 from safehold.config import Config
@@ -91,7 +91,7 @@ class FlusherProcess:
                 self._tier = None
                 joined, self._joined = self._joined, None
                 if joined is not None:
-                    joined_flash.close(joined)
+                    _hang_up(joined)
                 with self._lock:
                     self._cancelled = {key: flag for key, flag in self._cancelled.items() if not flag.is_set()}
             elif operation == "forget":
@@ -168,6 +168,8 @@ class FlusherProcess:
         own, peers = self._open(), self._peers
         if peers is None:
             return own
+        from safehold.agent import joined_flash
+
         with self._tier_lock:
             if self._joined is None or self._joined.own is not own:
                 self._joined = joined_flash.join(own, self._url, peers, self._config)
@@ -247,6 +249,13 @@ class FlusherProcess:
             self.events.emit("make_room", "started", error=str(exc))
             arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
             return bool(maintenance.make_room(self._open_all(), self._config, arguments, self.events))
+
+
+def _hang_up(tier: JoinedTier) -> None:
+    """Close the ways to the other nodes, which belong to a start of the job that is over."""
+    from safehold.agent import joined_flash
+
+    joined_flash.close(tier)
 
 
 def _staged_word(control: RankControl, save_seq: int) -> StagedWord:

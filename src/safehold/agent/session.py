@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import joined_flash, places
 from safehold.agent import messages as m
+from safehold.agent import places
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
@@ -164,6 +164,8 @@ class Session:
         self.local_flash = local_flash
         peers = None
         if local_flash and self.nodes is not None:
+            from safehold.agent import joined_flash
+
             names, token = self.world.node_names, self.token
             peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
         self.flusher.configure(self.config.to_wire(), peers)

@@ -53,6 +53,8 @@ class FakeFlusher:
         self.replaced = 0
         self.pid = None
         self.configured: list[dict[str, Any]] = []
+        self.peers: dict[str, Any] | None = None
+        self.url = "/run"
 
     @property
     def num_open(self) -> int:
@@ -87,8 +89,9 @@ class FakeFlusher:
                 return
         raise AssertionError(f"no open call {operation} {match}; open: {[(c[0], c[1]) for c in self.calls]}")
 
-    def configure(self, config: dict[str, Any]) -> None:
+    def configure(self, config: dict[str, Any], peers: dict[str, Any] | None = None) -> None:
         self.configured.append(config)
+        self.peers = peers
 
     def forget(self, arena_id: int) -> None:
         self.forgotten.append(arena_id)
