@@ -125,7 +125,8 @@ class FlusherProcess:
             for fd in fds:
                 _close(fd)
         if isinstance(error, StorageError) and operation in ("flush", "record", "publish"):
-            error = self._superseded(arguments["commit"]) or error
+            tier = self._open_all() if operation == "publish" else self._open()
+            error = _superseded(tier, arguments["commit"]) or error
         self._answer(number, value, error)
 
     def _maintain(self, operation: str, arguments: dict[str, Any]) -> Any:
@@ -137,18 +138,6 @@ class FlusherProcess:
             if operation == "publish" and isinstance(tier, JoinedTier) and self._peers is not None:
                 arguments = {**arguments, "own_disks": self._peers["names"]}
         return maintenance.OPERATIONS[operation](tier, self._config, arguments, self.events)
-
-    def _superseded(self, commit: list[int]) -> CheckpointError | None:
-        """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
-        step, incarnation, _ = commit
-        try:
-            ledger.check_newest(self._open_all(), incarnation)
-        except SupersededError as exc:
-            exc.step = step
-            return exc
-        except CheckpointError:
-            return None
-        return None
 
     def _answer(self, number: int, value: Any, error: CheckpointError | None) -> None:
         reply = {"id": number, "value": value, "error": error.to_wire() if error else None}
@@ -249,6 +238,19 @@ class FlusherProcess:
             self.events.emit("make_room", "started", error=str(exc))
             arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
             return bool(maintenance.make_room(self._open_all(), self._config, arguments, self.events))
+
+
+def _superseded(tier: Tier, commit: list[int]) -> CheckpointError | None:
+    """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
+    step, incarnation, _ = commit
+    try:
+        ledger.check_newest(tier, incarnation)
+    except SupersededError as exc:
+        exc.step = step
+        return exc
+    except CheckpointError:
+        return None
+    return None
 
 
 def _hang_up(tier: JoinedTier) -> None:

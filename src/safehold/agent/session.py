@@ -151,7 +151,10 @@ class Session:
         return nodes
 
     def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
-        """Carry out what another node asks of this node's disk."""
+        """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
+        if self.ended_by:
+            reply(self._superseded())
+            return
         self.flusher.call(
             "tier",
             {"question": question},
