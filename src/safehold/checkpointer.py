@@ -434,6 +434,7 @@ class Checkpointer:
             if self._saver is not None:
                 self._saver.close(timeout_s)
         finally:
+            self._restorer.close()
             self._run.client.close(linger=linger)
 
     def __enter__(self) -> Checkpointer:

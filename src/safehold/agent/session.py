@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import joined_flash
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
@@ -150,7 +149,10 @@ class Session:
         return nodes
 
     def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
-        """Carry out what another node asks of this node's disk."""
+        """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
+        if self.ended_by:
+            reply(self._superseded())
+            return
         self.flusher.call(
             "tier",
             {"question": question},
@@ -163,6 +165,8 @@ class Session:
         self.local_flash = local_flash
         peers = None
         if local_flash and self.nodes is not None:
+            from safehold.agent import joined_flash
+
             names, token = self.world.node_names, self.token
             peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
         self.flusher.configure(self.config.to_wire(), peers)

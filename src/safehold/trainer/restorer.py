@@ -117,6 +117,13 @@ class Restorer:
         self._reconnector = Reconnector(run, config)
         self._bound: list[TensorLeaf] = []
 
+    def close(self) -> None:
+        """Close the ways to other nodes' disks, where there are any."""
+        if isinstance(self._tier, JoinedTier):
+            from safehold.agent import joined_flash
+
+            joined_flash.close(self._tier)
+
     def take_bound(self) -> list[TensorLeaf]:
         """Return the leaves that the last restore has filled, once."""
         bound, self._bound = self._bound, []
