@@ -241,7 +241,8 @@ class Restorer:
     def _documents(self, commit: CommitId, offer: m.RestoreOffer) -> tuple[Checkpoint, StoredObjects]:
         if isinstance(self._tier, JoinedTier):
             self._tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
-        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
+        catalog, run_id = Catalog(self._tier, patience_s=5.0), self._run.run_id
+        checkpoint = catalog.load(commit, manifest_bytes=offer.manifest, run_id=run_id, lazy=True)
         return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
 
     def _reading(

@@ -16,6 +16,7 @@ from safehold.errors import AgentUnavailableError
 T = TypeVar("T")
 
 CLOSE_S = 5.0
+CLOSING_TURNS = 5
 
 
 class LoopThread:
@@ -70,6 +71,8 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=CLOSE_S / 2) if tasks else None
+    for _ in range(CLOSING_TURNS):  # connections that were closed just now end in turns of the loop to come
+        await asyncio.sleep(0)
 
 
 class Workers:
