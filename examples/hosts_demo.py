@@ -29,7 +29,7 @@ FIRST_NAMES = [f"host-{index}" for index in range(NUM_HOSTS)]
 JOB_S = 120.0
 # A node writes 10 MB a save: at this rate that takes so long that it is easy to be in the middle of it.
 SLOW = {"flush_rate_bytes_s": 8 << 20, "flush_block_bytes": 1 << 20, "direct_io": False}
-SETTINGS = {"storage_interface": "storage", "peer_timeout_s": 2.0, "on_failure": "warn"}
+SETTINGS = {"storage_interface": "storage", "peer_timeout_s": 3.0, "on_failure": "warn"}
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 

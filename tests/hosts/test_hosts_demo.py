@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,10 @@ def test_the_demo_over_hosts_loses_nothing(two_hosts: Hosts) -> None:
 
 
 def test_without_root_it_says_so_in_one_line() -> None:
-    command = ["setpriv", "--reuid=65534", "--clear-groups"] if os.getuid() == 0 else []
+    user: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}
     with (ROOT / "scripts/hosts-demo").open() as script:  # another user may not be able to read it where it is
         done = subprocess.run(
-            [*command, "bash", "-s"], stdin=script, capture_output=True, text=True, timeout=30, check=False, cwd="/"
+            ["bash", "-s"], stdin=script, capture_output=True, text=True, timeout=30, check=False, cwd="/", **user
         )
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "needs root" in done.stderr

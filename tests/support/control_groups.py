@@ -53,10 +53,14 @@ class ControlGroup:
 
     def limit(self, num_bytes: int) -> None:
         """Set how much memory it may take; skips the test where nobody may say."""
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            if (self.directory / name).exists():
-                (self.directory / name).write_text(str(num_bytes))
-                return
+        limits = {"memory.max": num_bytes, "memory.swap.max": 0}
+        if not (self.directory / "memory.max").exists():
+            limits = {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}
+        set_now = [name for name in limits if (self.directory / name).exists()]
+        for name in set_now:
+            (self.directory / name).write_text(str(limits[name]))
+        if set_now:
+            return
         pytest.skip("the memory controller is not available in control groups here")
 
     def close(self) -> None:

@@ -62,12 +62,12 @@ def memory_directories(pid: int | None = None, *, root: str | Path = "/") -> lis
     """Return the directories of the memory control groups of a process and of all above them, as far as they can be seen.
 
     In a container the path of a group is often that of the host, of which only a part is mounted. So what `mountinfo` says of the mounts
-    is taken off; where the path is not below that, the mount itself is the group.
+    is taken off; where the path is not below that, the mount itself is the group. Another process may be in a group that cannot be seen.
     """
     base = Path(root)
     found: list[Path] = []
     for controller, path in paths(pid, root=root).items():
-        if controller in _CONVENTION:
+        if controller in _CONVENTION and (pid is None or ".." not in path.split("/")):
             for top, mounted in _mounts(base, controller):
                 relative = _below(path, mounted)
                 found.extend(top.joinpath(*relative[:depth]) for depth in range(len(relative), -1, -1))

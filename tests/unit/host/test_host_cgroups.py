@@ -94,6 +94,15 @@ def test_what_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
     assert paths(ended) == {} and surroundings(ended).group == "" and group_limit_bytes(ended) is None
 
 
+def test_a_process_of_another_container_is_in_a_group_that_cannot_be_seen(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/\n")
+    put(root / "sys/fs/cgroup", max=GIB, **{"oom.group": 1})
+    (root / "proc/77").mkdir()
+    (root / "proc/77/cgroup").write_text("0::/../other\n")
+    assert surroundings(root=root).kill_together == "/sys/fs/cgroup"
+    assert surroundings(77, root=root).kill_together == "" and group_limit_bytes(77, root=root) is None
+
+
 def test_this_process() -> None:
     found = surroundings()
     assert found == surroundings(os.getpid()) and found.oom_score_adj is not None
