@@ -300,8 +300,19 @@ class ArenaPool:
             self._configured_budget, self._budget = budget_bytes, 0
             self._set_budget()
         if self._budget and self.total_bytes > self._budget:
-            for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
-                self.release(rank)
+            self.release_idle()
+
+    def release_idle(self) -> None:
+        """Free whatever no save is using."""
+        for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
+            self.release(rank)
+
+    def rest(self) -> None:
+        """No job is left: free what no save uses, and look anew at what there is when the next one comes."""
+        self._wanted.clear()
+        self.release_idle()
+        if not self.total_bytes:
+            self._budget = 0
 
     def forget(self) -> None:
         """The run directory holds another run by now: what arenas hold is nobody's."""

@@ -6,6 +6,7 @@ read for long is cut off.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -15,6 +16,7 @@ import msgspec
 
 from safehold.agent import messages as m
 from safehold.errors import AgentUnavailableError, CheckpointError
+from safehold.host.process import Process
 from safehold.host.sockets import Channel, ChannelClosed
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Connection:
     Attributes:
         rank: Of the trainer; -1 before its `Hello`.
         pid: Of its process; 0 where that cannot be seen from here.
+        process: It, where `pid` is 0 (it is in another container) and the kernel tells.
         refused: Whether its `Hello` was.
     """
 
@@ -37,6 +40,10 @@ class Connection:
         self._queue: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self.rank = -1
         self.pid = channel.peer_credentials().pid
+        self.process: Process | None = None
+        if self.pid <= 0:
+            with contextlib.suppress(OSError):
+                self.process = Process.of_pidfd(channel.peer_pidfd())
         self.session: Session | None = None
         self.orderly = False
         self.linger = True
@@ -71,6 +78,8 @@ class Connection:
     def close(self) -> None:
         """End it, once what was to be sent is sent."""
         self.closed = True
+        if self.process is not None:
+            self.process.close()
         self._queue.put(None)
 
     def flush(self, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ Used from the dispatcher thread only, but for that thread.
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -50,14 +51,21 @@ class MemoryChecks:
         self._lock = threading.Lock()
         self._leaving: dict[int, _Leaving] = {}
         self._is_watched = False
+        self._num_unseen = 0
 
-    def rank_gone(self, rank: int, pid: int) -> None:
-        """A trainer's connection ended; its arena is checked once its process has, if that can be seen (`pid` above 0)."""
-        if pid <= 0:
+    def rank_gone(self, rank: int, pid: int, pidfd: int = -1) -> None:
+        """A trainer's connection ended; its arena is checked once its process has, if that can be seen.
+
+        Args:
+            rank: Which.
+            pid: Its process; 0: its number is not known here.
+            pidfd: Of its process, if need be; stays the caller's. -1: none.
+        """
+        if pid <= 0 and pidfd < 0:
             return
         life = self._lives.get(rank, 0)
         try:
-            self._await_end(rank, pid, life)
+            self._await_end(rank, pid, life, pidfd)
         except ProcessLookupError:
             self._post(lambda: self._ended(rank, life))
         except (OSError, RuntimeError):
@@ -68,9 +76,13 @@ class MemoryChecks:
         self._dead.discard(rank)
         self._lives[rank] = self._lives.get(rank, 0) + 1
 
-    def _await_end(self, rank: int, pid: int, life: int) -> None:
+    def _await_end(self, rank: int, pid: int, life: int, pidfd: int) -> None:
         with self._lock:
-            leaving = self._leaving.get(pid) or _Leaving(Process(pid))
+            if pid <= 0:
+                self._num_unseen += 1
+                pid, leaving = -self._num_unseen, _Leaving(Process.of_pidfd(os.dup(pidfd)))
+            else:
+                leaving = self._leaving.get(pid) or _Leaving(Process(pid))
             if not self._is_watched:
                 threading.Thread(target=self._watch, name="process-ends", daemon=True).start()
                 self._is_watched = True

@@ -2,9 +2,10 @@
 
 Invariants: everything but receiving, sending and populating memory happens in the dispatcher thread, which never blocks on a socket or on
 storage. A connection that breaks the protocol is closed and harms nobody else. The agent leaves when its trainers have been gone for
-the linger time and nothing is in flight, or when it is told to (SIGTERM). The same signal may have been sent to its trainers, which then
-save once more: it serves them for `TERM_SERVE_S`, or until they have gone; then it takes no more saves, finishes what all ranks
-have begun, or staged if they are gone, until `TERM_GRACE_S` after the signal, and abandons the rest.
+the linger time and nothing is in flight, or when it is told to (SIGTERM). One that was started ahead stays (`stay_s`): when another would
+leave, it frees its arenas. The same signal may have been sent to its trainers, which then save once more: it serves them for
+`TERM_SERVE_S`, or until they have gone; then it takes no more saves, finishes what all ranks have begun, or staged if they are gone, until
+`TERM_GRACE_S` after the signal, and abandons the rest.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from safehold.agent.lead import SETTLE_GRACE_S
 from safehold.agent.net.seam import Listeners
 from safehold.agent.nodes import MeetingNetwork
 from safehold.agent.session import Session
+from safehold.agent.survival import survival_notes
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.config import Config
 from safehold.errors import (
@@ -61,12 +63,20 @@ class AgentServer:
         log_fd: Log, for flushers.
         events: The agent's event stream.
         clock: Time.
+        stay_s: Stay for so long after the last trainer has gone, or from the start; None: only where there is memory to keep.
     """
 
     def __init__(
-        self, url: str, listener: Listener, *, log_fd: int | None, events: EventStream, clock: Clock = SYSTEM_CLOCK
+        self,
+        url: str,
+        listener: Listener,
+        *,
+        log_fd: int | None,
+        events: EventStream,
+        clock: Clock = SYSTEM_CLOCK,
+        stay_s: float | None = None,
     ) -> None:
-        self.url = url
+        self.url, self._stay_s, self._busy_at = url, stay_s, clock.monotonic()
         self._listener, self._log_fd, self._events, self._clock = listener, log_fd, events, clock
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
@@ -149,8 +159,13 @@ class AgentServer:
             return True
         if self._has_trainers() or self._in_flight():
             self._linger_until = max(self._linger_until, now)
+            self._busy_at = now
             return False
-        return now >= self._linger_until
+        if self._stay_s is None or now < self._linger_until:
+            return now >= self._linger_until
+        if self._pool is not None:
+            self._pool.rest()
+        return now >= self._busy_at + self._stay_s
 
     def _in_flight(self) -> bool:
         num_open = self._current.num_open if self._current is not None else 0
@@ -216,9 +231,9 @@ class AgentServer:
         self._connections.discard(connection)
         session = connection.session
         if session is not None and connection.rank >= 0:
-            session.detach(
-                connection.rank, connection, orderly=connection.orderly and not connection.linger, pid=connection.pid
-            )
+            orderly, process = connection.orderly and not connection.linger, connection.process
+            pidfd = -1 if process is None else process.fileno()
+            session.detach(connection.rank, connection, orderly=orderly, pid=connection.pid, pidfd=pidfd)
             self._linger(session)
             self._forget(session)
         elif connection.refused and not self._sessions:
@@ -425,7 +440,7 @@ class AgentServer:
             self._switch(session)
             pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
             newest = max(value["steps"], default=None)
-            notes, num_nodes = list(value["notes"]), len(session.world.node_names)
+            notes, num_nodes = [*value["notes"], *survival_notes(connection.pid)], len(session.world.node_names)
             if num_nodes > 1:
                 notes.append(places.note(session.local_flash, num_nodes))
             connection.reply(
@@ -455,6 +470,7 @@ class AgentServer:
             "flushers_replaced": self._flusher.replaced if self._flusher else 0,
             "session": self._current.facts() if self._current else None,
             "leaving": self._leaving,
+            "stay_s": self._stay_s,
         }
 
 

@@ -220,15 +220,15 @@ class Session:
             control = self.controls[hello.rank] = RankControl.create()
         return control, self.node_control
 
-    def detach(self, rank: int, peer: Peer, *, orderly: bool, pid: int = 0) -> None:
-        """A rank's connection ended; `orderly` if it said that it will not be back; `pid`: its process, where that is known."""
+    def detach(self, rank: int, peer: Peer, *, orderly: bool, pid: int = 0, pidfd: int = -1) -> None:
+        """A rank's connection ended; `orderly` if it said that it will not be back; `pid` or `pidfd`: its process, where that is known."""
         if self.peers.get(rank) is not peer:
             return
         del self.peers[rank]
         if not orderly:
             self.disorderly.add(rank)
         self._events.emit("rank_gone", rank=rank, orderly=orderly)
-        self._checks.rank_gone(rank, pid)
+        self._checks.rank_gone(rank, pid, pidfd)
         if self.saves is not None:
             self.saves.rank_gone(rank)
         if self.follower is not None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.agent.greeting import OtherVersionError
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, CheckpointError, DeadlineError
-from safehold.host.process import spawn
+from safehold.host.process import module_command, spawn
 from safehold.host.runtime import RunSlot, open_slot, runtime_dir
 from safehold.host.sockets import Channel, ChannelClosed, connect
 
+AGENT_MODULE = "safehold.agent.main"
 MAX_SLOTS = 8
 ANSWER_TIMEOUT_S = 5.0
 RETRY_S = 0.02
@@ -35,13 +37,33 @@ def choose_slot(url: str, config: Config) -> RunSlot:
         DeadlineError: Storage does not answer.
     """
     url = _resolved(url, config.start_timeout_s * RESOLVE_SHARE)
-    directory = runtime_dir({**os.environ, "SAFEHOLD_RUNTIME_DIR": config.runtime_dir} if config.runtime_dir else None)
+    directory = _runtime_dir(config)
     for number in range(MAX_SLOTS):
         slot = open_slot(url if number == 0 else f"{url}#{number}", directory=directory)
         if not slot.is_locked() or _answers(slot):
             return slot
     hint = "agents that hold this run's slots do not answer; look with 'safehold agents' and end them"
     raise AgentUnavailableError(f"no usable agent slot for {url}", path=url, hint=hint)
+
+
+def ahead_command(url: str, config: Config, stay_s: float) -> list[str]:
+    """Return the command of an agent that is started ahead of its trainers, who find it in their first slot.
+
+    Args:
+        url: The run directory.
+        config: Settings.
+        stay_s: Seconds that it stays without trainers.
+
+    Raises:
+        DeadlineError: Storage does not answer.
+    """
+    url = _resolved(url, config.start_timeout_s * RESOLVE_SHARE)
+    slot = open_slot(url, directory=_runtime_dir(config))
+    return module_command(AGENT_MODULE, ["--run", url, "--slot", str(slot.directory), "--stay", str(stay_s)])
+
+
+def _runtime_dir(config: Config) -> Path:
+    return runtime_dir({**os.environ, "SAFEHOLD_RUNTIME_DIR": config.runtime_dir} if config.runtime_dir else None)
 
 
 def _resolved(url: str, timeout_s: float) -> str:
@@ -137,7 +159,7 @@ def _start(url: str, slot: RunSlot, config: Config) -> None:
     log_fd = slot.open_log()
     try:
         spawn(
-            "safehold.agent.main",
+            AGENT_MODULE,
             ["--run", url, "--slot", str(slot.directory)],
             log=log_fd,
             detach=True,

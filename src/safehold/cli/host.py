@@ -1,14 +1,41 @@
-"""`safehold agents` and `safehold config`: this host and its settings."""
+"""`safehold agent`, `safehold agents` and `safehold config`: this host and its settings."""
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from safehold.cli.output import clean, print_json, print_table, time_iso, time_text
+from safehold.cli.output import clean, print_json, print_table, size_text, time_iso, time_text
 from safehold.cli.state import json_option
+
+if TYPE_CHECKING:
+    from safehold.host.runtime import AgentInfo
+
+
+@click.command()
+@click.argument("run")
+@click.option("--idle-exit", "idle_exit_s", type=click.FloatRange(min=0), help="Leave after so many seconds alone.")
+def agent(run: str, idle_exit_s: float | None) -> None:
+    """Serve a run on this node, ahead of its trainers.
+
+    Runs in the foreground until it is told to end (SIGTERM, Ctrl-C), in the job step, unit or container that it was started in, so
+    that it and the memory that it keeps for a restart outlive what ends the trainers. They find it where they have the same runtime
+    directory.
+    """
+    from safehold.agent.start import ahead_command
+    from safehold.cli import config_source
+    from safehold.config import Config
+
+    config = config_source.build(Config, config_source.load(Config))
+    command = ahead_command(run, config, math.inf if idle_exit_s is None else idle_exit_s)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(command[0], command)
 
 
 @click.command()
@@ -37,6 +64,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started_s": info.started_s if info else None,
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
+                **_fate(info if alive else None),
                 "extra": dict(info.extra) if info else {},
             }
         )
@@ -46,15 +74,41 @@ def agents(show_all: bool, as_json: bool) -> None:
         click.echo("no agents", err=True)
     else:
         print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "RUN", "LOG"], [_row(e) for e in entries], right="PID AGE"
+            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "LOG"],
+            [_row(e) for e in entries],
+            right="PID AGE LIMIT OOM",
         )
+
+
+def _fate(info: AgentInfo | None) -> dict[str, Any]:
+    """What an agent shares its fate with; nothing of one that cannot be seen from here (in another container, say)."""
+    from safehold.host import cgroups, memory
+    from safehold.host.process import find
+
+    process = find(info.pid, info.start_ticks) if info else None
+    if process is None:
+        return {"control_group": None, "memory_limit_bytes": None, "oom_score_adj": None}
+    around = cgroups.surroundings(process.pid)
+    limit = memory.group_limit_bytes(process.pid)
+    process.close()
+    return {
+        "control_group": around.group or None,
+        "memory_limit_bytes": limit,
+        "oom_score_adj": around.oom_score_adj,
+    }
 
 
 def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
     started = entry["started_s"] or 0.0
     age = f"{(time.time() - started) / 3600:.1f} h" if started else ""
     alive = "yes" if entry["alive"] else "no"
-    return entry["pid"], alive, time_text(started), age, entry["version"], clean(entry["run"]), entry["log"]
+    limit, adjustment = entry["memory_limit_bytes"], entry["oom_score_adj"]
+    fate = (
+        "" if limit is None else size_text(limit),
+        "" if adjustment is None else adjustment,
+        clean(entry["control_group"] or ""),
+    )
+    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, clean(entry["run"]), entry["log"]
 
 
 @click.group()

@@ -42,6 +42,7 @@ COMMANDS = {
     "replicate": ("safehold.cli.replicate", "replicate", "Copy checkpoints to a second place."),
     "fetch": ("safehold.cli.replicate", "fetch", "Copy a checkpoint back from a second place."),
     "status": ("safehold.cli.replicate", "status", "Compare a run with its copy at a second place."),
+    "agent": ("safehold.cli.host", "agent", "Serve a run on this node, ahead of its trainers."),
     "agents": ("safehold.cli.host", "agents", "List the agents of this host."),
     "config": ("safehold.cli.host", "config", "Show the settings and where each comes from."),
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safehold.errors import ConfigurationError
+from safehold.host import cgroups
 
 DEFAULT_SHARE = 0.6
 _UNLIMITED_BYTES = 1 << 60
@@ -41,7 +42,7 @@ def available_memory(root: str | Path = "/") -> MemoryInfo:
     meminfo = _key_values(base / "proc/meminfo", factor=1024)
     total = meminfo.get("MemTotal", 0)
     available, limited_by = meminfo.get("MemAvailable", meminfo.get("MemFree", 0)), "machine"
-    for group in _groups(base):
+    for group in cgroups.memory_directories(root=base):
         reading = _read_v2(group) or _read_v1(group)
         if reading is None:
             continue
@@ -52,32 +53,11 @@ def available_memory(root: str | Path = "/") -> MemoryInfo:
     return MemoryInfo(total_bytes=total, available_bytes=max(0, available), limited_by=limited_by)
 
 
-def _groups(base: Path) -> list[Path]:
-    """Directories of the memory control groups of this process and of all above them."""
-    try:
-        lines = (base / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounts = [base / "sys/fs/cgroup", base / "sys/fs/cgroup/unified"]
-        elif "memory" in controllers.split(","):
-            mounts = [base / "sys/fs/cgroup/memory"]
-        else:
-            continue
-        # In a container the path is often that of the host and not visible; the mount itself is then the group.
-        relative = path.strip("/")
-        parts = [] if ".." in relative.split("/") else [part for part in relative.split("/") if part]
-        for mount in mounts:
-            found.extend(mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
-    return [group for group in found if group.is_dir()]
-
-
 def _read_v2(group: Path) -> tuple[int, int] | None:
-    limit = _number(group / "memory.max")
-    if limit is None or limit >= _UNLIMITED_BYTES:
+    # Above `memory.high` a group is not killed, but throttled so much that it hardly moves.
+    limits = (_number(group / name) for name in ("memory.max", "memory.high"))
+    limit = min((found for found in limits if found is not None), default=_UNLIMITED_BYTES)
+    if limit >= _UNLIMITED_BYTES:
         return None
     used = _number(group / "memory.current") or 0
     reclaimable = _key_values(group / "memory.stat").get("inactive_file", 0)
@@ -91,6 +71,12 @@ def _read_v1(group: Path) -> tuple[int, int] | None:
     used = _number(group / "memory.usage_in_bytes") or 0
     reclaimable = _key_values(group / "memory.stat").get("total_inactive_file", 0)
     return limit, limit - used + min(used, reclaimable)
+
+
+def group_limit_bytes(pid: int | None = None, *, root: str | Path = "/") -> int | None:
+    """Return the least that control groups let a process and those beside it take; None: no limit, or it cannot be seen."""
+    groups = cgroups.memory_directories(pid, root=root)
+    return min((found[0] for group in groups if (found := _read_v2(group) or _read_v1(group))), default=None)
 
 
 def _number(path: Path) -> int | None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from safehold.errors import AgentUnavailableError, ConfigurationError
 from safehold.host import libc
@@ -61,6 +62,13 @@ class Process:
         self._exit_code: int | None = None
         self._gone = False
         self.start_ticks = start_ticks(pid)
+
+    @classmethod
+    def of_pidfd(cls, fd: int) -> Self:
+        """Take ownership of the pidfd of a process whose number need not be known here (`pid` is 0 then, as is `start_ticks`)."""
+        self = cls.__new__(cls)
+        self.pid, self._child, self._fd, self._exit_code, self._gone, self.start_ticks = 0, False, fd, None, False, 0
+        return self
 
     def fileno(self) -> int:
         """The pidfd, readable once the process has ended; for a poller."""
@@ -156,16 +164,25 @@ def spawn(
         ConfigurationError: There is no interpreter to start.
         AgentUnavailableError: The system refused, or it ended at once.
     """
-    if not sys.executable:
-        raise ConfigurationError("sys.executable is empty: there is no interpreter to start a background process with")
-    root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-P", "-c", _RUN_MODULE, root, module, *arguments]
+    command = module_command(module, arguments)
     try:
         pid = _spawn_detached(command, fds, env, log, timeout_s) if detach else _spawn_child(command, fds, env, log)
         process = Process(pid, child=not detach)
     except (OSError, subprocess.SubprocessError, ValueError) as exc:
         raise AgentUnavailableError(f"starting {module} failed: {exc}") from exc
     return process
+
+
+def module_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs a module in another interpreter, as `spawn` finds it.
+
+    Raises:
+        ConfigurationError: There is no interpreter to start.
+    """
+    if not sys.executable:
+        raise ConfigurationError("sys.executable is empty: there is no interpreter to start a background process with")
+    root = str(Path(__file__).resolve().parents[2])
+    return [sys.executable, "-P", "-c", _RUN_MODULE, root, module, *arguments]
 
 
 def _spawn_child(command: list[str], fds: Sequence[int], env: Mapping[str, str] | None, log: int | None) -> int:
@@ -269,3 +286,24 @@ def lower_priority(nice: int = 10, *, lower_io: bool = True, oom_score_adj: int 
     except OSError:
         pass
     return Priority(nice=os.getpriority(os.PRIO_PROCESS, 0), io_lowered=io_lowered, oom_score_adj=adjustment)
+
+
+def spare_from_oom(oom_score_adj: int) -> int | None:
+    """Have the out-of-memory killer choose others before this process and what it starts, where the system lets it (CAP_SYS_RESOURCE).
+
+    Args:
+        oom_score_adj: Wanted adjustment; one that is lower already stays.
+
+    Returns:
+        The adjustment now, None if unknown.
+    """
+    path = Path("/proc/self/oom_score_adj")
+    try:
+        if int(path.read_text()) > oom_score_adj:
+            path.write_text(str(oom_score_adj))
+    except OSError:
+        pass
+    try:
+        return int(path.read_text())
+    except OSError:
+        return None

@@ -31,6 +31,7 @@ MAX_FDS = 8
 _HEADER = struct.Struct("<Q")
 _SUN_PATH_BYTES = 100
 _CHUNK_BYTES = 1 << 20
+_SO_PEERPIDFD = 77  # Python's socket module does not name it
 
 
 class ChannelClosed(Exception):
@@ -133,6 +134,15 @@ class Channel:
         """Return process, user and group of the other end (`SO_PEERCRED`)."""
         raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return Peer(*struct.unpack("3i", raw))
+
+    def peer_pidfd(self) -> int:
+        """Return a pidfd of the process at the other end (`SO_PEERPIDFD`), also of one whose number is not visible here; to be closed.
+
+        Raises:
+            OSError: The kernel is older than 6.5, or the process has ended.
+        """
+        raw = self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
+        return int(struct.unpack("i", raw)[0])
 
     def send(
         self, data: bytes | bytearray | memoryview, fds: Sequence[int] = (), *, timeout_s: float | None = 30.0

@@ -176,3 +176,17 @@ def test_a_process_that_cannot_be_seen_is_never_dead(w: World) -> None:
     w.checks.rank_gone(0, 0)
     w.work.run_for(0.1)
     assert not w.flusher.log and os.getpid()
+
+
+def test_a_process_without_a_number_here_is_followed_by_its_pidfd(w: World) -> None:
+    """A trainer in another container than the agent."""
+    w.saved()
+    w.checks.rank_gone(0, 0)
+    assert not w.checks._leaving, "there is nothing to follow"
+    pidfd = os.pidfd_open(w.process.pid)
+    w.checks.rank_gone(0, 0, pidfd)
+    os.close(pidfd)  # the connection's end; what is followed is a duplicate
+    w.work.run_for(0.1)
+    assert not w.flusher.log
+    w.die()
+    w.checked()

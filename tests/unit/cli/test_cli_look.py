@@ -16,6 +16,7 @@ from run_dirs import PerRank, RunDir, Typed, default_tensors, flip
 
 import safehold as package
 from safehold.format import paths, records
+from safehold.host.process import start_ticks
 from safehold.pipeline import ledger
 from safehold.types import CommitId
 
@@ -248,6 +249,17 @@ def test_agents(safehold, tmp_path):
         (entry,) = safehold("agents", "--json").json
         assert entry["alive"]
         assert "9.9" in safehold("agents").out
+        assert entry["control_group"] is entry["oom_score_adj"] is None, "that process is none of it"
+        ticks = start_ticks(os.getpid())
+        slot.write_info(
+            runtime.AgentInfo(pid=os.getpid(), start_ticks=ticks, version="9.9", run="/run", started_s=1.7e9)
+        )
+        (entry,) = safehold("agents", "--json").json
+        with open("/proc/self/oom_score_adj", encoding="ascii") as file:
+            assert entry["oom_score_adj"] == int(file.read())
+        assert entry["control_group"].startswith("/")
+        head, row = safehold("agents").out.splitlines()
+        assert head.split()[-5:] == ["LIMIT", "OOM", "GROUP", "RUN", "LOG"] and entry["control_group"] in row
 
 
 def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):

@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
 
 OPTIONS = {
     "": ["--help", "--version"],
+    "agent": ["RUN", "--idle-exit"],
     "agents": ["--all", "--json"],
     "cat": ["RUN", "STEP", "LEAF", "--format", "--json", "--output", "--rank"],
     "config": [],

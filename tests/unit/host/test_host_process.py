@@ -173,3 +173,24 @@ def test_a_process_of_any_name_has_a_start():
         assert process.start_ticks(os.getpid()) == ticks > 0
     finally:
         name.write_bytes(before)
+
+
+def test_sparing_from_the_oom_killer_never_raises_the_adjustment():
+    code = """
+from safehold.host.process import lower_priority, spare_from_oom
+lower_priority(0, lower_io=False, oom_score_adj=500)
+print(spare_from_oom(700), spare_from_oom(500), spare_from_oom(-900))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert out[:2] == ["500", "500"]
+    assert out[2] in ("-900", "500"), "500 where it is not allowed"
+
+
+def test_a_process_known_by_its_pidfd_only():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    known = process.Process.of_pidfd(os.pidfd_open(child.pid))
+    assert known.is_alive() and (known.pid, known.exit_code) == (0, None)
+    assert known.kill() and known.wait(5.0) and not known.is_alive()
+    known.close()
+    assert known.fileno() == -1
+    child.communicate()
