@@ -15,7 +15,7 @@ from safehold.errors import ConfigurationError, FormatVersionError, IntegrityErr
 from safehold.pipeline import replica_claim, sweep
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, CommitView
-from safehold.pipeline.replicate import is_complete
+from safehold.pipeline.replica_documents import is_complete
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import replication
 from safehold.policy.replication import Lag

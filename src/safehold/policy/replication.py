@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safehold.format import paths
-from safehold.format.records import Incarnation, Manifest, NodeRecord, PackRecord
+from safehold.format.records import Incarnation, NodeRecord, PackRecord
 from safehold.policy import belief, retention
 from safehold.policy.belief import AttemptView, Listing
 from safehold.policy.retention import CommitFacts, Keep
@@ -49,9 +49,9 @@ class DataFile:
         return self.path.rpartition("/")[2]
 
 
-def data_files(manifest: Manifest, records: Mapping[int, NodeRecord]) -> list[DataFile]:
-    """Return packs and objects of a checkpoint, the largest first, since several are copied at a time."""
-    directory = paths.checkpoint_dir(manifest.commit)
+def data_files(commit: CommitId, records: Mapping[int, NodeRecord]) -> list[DataFile]:
+    """Return packs and objects of some nodes of a checkpoint, the largest first, since several are copied at a time."""
+    directory = paths.checkpoint_dir(commit)
     found = []
     for node, record in records.items():
         for pack in record.packs:
@@ -132,6 +132,16 @@ def to_send(
         stay = retention.keep_set(list(both.values()), keep)
         wanted = [commit for commit in wanted if commit in stay]
     return [commit for commit in wanted if commit not in there]
+
+
+def shares(nodes: Collection[int], num_nodes: int) -> list[list[int]]:
+    """Return which nodes' files each node of a job copies: its own; those of a larger job before it are spread over all.
+
+    Args:
+        nodes: The nodes of the checkpoint.
+        num_nodes: Nodes of the job that copies.
+    """
+    return [[node for node in sorted(nodes) if node % num_nodes == here] for here in range(num_nodes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
