@@ -59,6 +59,7 @@ class FlusherProcess:
         # Remembers from one look to the next which readers' leases are renewed.
         self._observer = Observer()
         self.events = EventStream("flusher")
+        self._remote: Any = None
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
             "flush": self._flush,
             "check_memory": self._check_memory,
@@ -82,7 +83,7 @@ class FlusherProcess:
                 self._pacer = Pacer(KernelIdleCores(), self._config.flush_busy_share)
                 # Opened afresh by each start of the job: the directory may have been replaced meanwhile, and its
                 # attempts may have the names of others that were abandoned here.
-                self._tier = None
+                self._tier = self._remote = None
                 with self._lock:
                     self._cancelled = {key: flag for key, flag in self._cancelled.items() if not flag.is_set()}
             elif operation == "forget":
@@ -90,6 +91,10 @@ class FlusherProcess:
                     self._arenas.pop(arguments["arena_id"], None)  # whoever still reads it holds it
             elif operation == "cancel":
                 self._cancel(arguments)
+                self._answer(call["id"], True, None)
+            elif operation == "copy_cancel":
+                if self._remote is not None:
+                    self._remote.cancel(arguments["key"])
                 self._answer(call["id"], True, None)
             else:
                 threading.Thread(
@@ -104,6 +109,8 @@ class FlusherProcess:
                 own = self._operations.get(operation)
                 if own is not None:
                     value = own(arguments, fds)
+                elif operation not in maintenance.OPERATIONS:
+                    value = self._remote_calls().operations[operation](arguments)
                 else:
                     value = maintenance.OPERATIONS[operation](self._open(), self._config, arguments, self.events)
         except CheckpointError as exc:
@@ -143,6 +150,17 @@ class FlusherProcess:
             if self._tier is None:
                 self._tier = open_tier(self._url, direct=self._config.direct_io)
             return self._tier
+
+    def _remote_calls(self) -> Any:
+        """What an agent asks of the process that copies to the second place; imported there only."""
+        from safehold.pipeline.remote_calls import RemoteCalls
+
+        tier = self._open()
+        with self._tier_lock:
+            if self._remote is None:
+                there = open_tier(self._config.remote, name="remote", direct=self._config.direct_io)
+                self._remote = RemoteCalls(tier, there, self._config, self._pacer)
+            return self._remote
 
     def _cancel(self, arguments: dict[str, Any]) -> None:
         self._cancelled_of(tuple(arguments["commit"])).set()

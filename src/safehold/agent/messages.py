@@ -16,7 +16,7 @@ from safehold._version import __version__
 from safehold.agent import greeting
 from safehold.agent.greeting import Greeting, OtherVersionError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class World(msgspec.Struct, frozen=True):
@@ -241,6 +241,15 @@ class Durable(msgspec.Struct, tag="durable", frozen=True):
     id: int = 0
 
 
+class LeftOut(msgspec.Struct, tag="left_out", frozen=True):
+    """Notification: the save, which is durable, will not be replicated; `reason` says why."""
+
+    step: int
+    attempt: int
+    reason: str
+    id: int = 0
+
+
 class SaveFailed(msgspec.Struct, tag="save_failed", frozen=True):
     """Notification: the save has failed; the error says so where it is not known whether it is committed."""
 
@@ -281,6 +290,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         skipped: Sentences about newer checkpoints that could not be used.
         round: Of the restore; votes name it.
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
+        fetched: It was brought back from the second place for this restore.
     """
 
     id: int
@@ -292,6 +302,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     skipped: list[str] = []
     round: int = 0
     verified: list[int] = []
+    fetched: bool = False
 
 
 class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
@@ -399,6 +410,7 @@ Reply = (
     | Status
     | Settled
     | Durable
+    | LeftOut
     | SaveFailed
     | Superseded
     | Note

@@ -202,9 +202,14 @@ def sweep_partial(seen: Survey, target: Tier) -> list[CommitId]:
     What somebody may still be copying stays, and so does everything that no replication has begun.
     """
     believed = {row.commit for row in seen.rows if row.here is not None}
+    return sweep_left(believed, seen.there, target)
+
+
+def sweep_left(believed: Collection[CommitId], there: Snapshot, target: Tier) -> list[CommitId]:
+    """As `sweep_partial`, with what the source believes, and what was seen at the second place."""
     gone = []
     for commit, record in replica_claim.unfinished(target).items():
-        view = seen.there.listing.attempts.get(commit)
+        view = there.listing.attempts.get(commit)
         if commit in believed or replica_claim.is_at_work(record) or record is None:
             continue
         if view is not None and not view.has_manifest:

@@ -54,6 +54,7 @@ def replicate(
     clock: Clock = SYSTEM_CLOCK,
     rng: random.Random | None = None,
     patience_s: float = 1.0,
+    own_is_over: bool = False,
 ) -> Replicated:
     """Copy one checkpoint; durable at the second place when it returns.
 
@@ -71,6 +72,7 @@ def replicate(
         clock: Time.
         rng: Spreads retries.
         patience_s: See `Catalog`.
+        own_is_over: What this very process copied before is over.
 
     Raises:
         StepNotFoundError: The source does not believe the checkpoint.
@@ -86,7 +88,7 @@ def replicate(
     began = time.monotonic()
     trials = Trials(settings or CopySettings(), cancelled, progress, clock=clock, rng=rng)
     documents = Documents(source, target, commit, trials, restrict=restrict, clock=clock, patience_s=patience_s)
-    claim = documents.begin()
+    claim = documents.begin(own_is_over=own_is_over)
     if claim is not None:
         assert documents.checkpoint is not None
         node_records = dict(documents.checkpoint.records)

@@ -104,6 +104,15 @@ def holding(listing: Listing, commit: CommitId) -> bool:
     return view is not None and any(not belief.is_void(listing, stone, commit) for stone in view.tombstones)
 
 
+def counting(here: Listing, there: Listing) -> list[CommitId]:
+    """Return what the second place has and this run has committed, newest first, whether it is still at the source or not.
+
+    That is what counts there by the source's incarnations, which are the newer ones: a job that was restarted has listed in
+    them what it went on from. The source's tombstones say nothing of the copies.
+    """
+    return belief.believed(Listing(incarnations={**there.incarnations, **here.incarnations}, attempts=there.attempts))
+
+
 def to_send(
     here: Sequence[CommitFacts],
     there: Collection[CommitId],
