@@ -16,7 +16,7 @@ from safehold._version import __version__
 from safehold.agent import greeting
 from safehold.agent.greeting import Greeting, OtherVersionError
 
-PROTOCOL = 2
+PROTOCOL = 1
 
 
 class World(msgspec.Struct, frozen=True):

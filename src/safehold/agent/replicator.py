@@ -58,6 +58,7 @@ class _Work:
     key: str
     commit: CommitId | None
     began_s: float
+    wanted_s: float
     total_bytes: int = 0
     sent_bytes: int = 0
     kept_bytes: int = 0
@@ -143,9 +144,11 @@ class Replicator:
 
     def held(self) -> list[CommitId]:
         """What retention has to leave alone: what is copied, and, for a while, what waits for it."""
-        found = [self._work.commit] if self._work is not None else []
-        if self._wanted is not None and self._clock.monotonic() - self._wanted[1] < self._config.remote_timeout_s:
-            found.append(self._wanted[0])
+        since_s = self._clock.monotonic() - self._config.remote_timeout_s
+        found = [self._wanted[0]] if self._wanted is not None and self._wanted[1] > since_s else []
+        work = self._work
+        if work is not None and (work.total_bytes or work.wanted_s > since_s):
+            found.insert(0, work.commit)
         return [commit for commit in found if commit is not None]
 
     def is_busy(self, waited_s: float) -> bool:
@@ -174,9 +177,9 @@ class Replicator:
         if self._restoring():
             self._was_restoring = True
             return
-        commit, _ = self._wanted
+        commit, wanted_s = self._wanted
         self._wanted = None
-        work = self._work = _Work(f"{self._token}/{next(_numbers)}", commit, now)
+        work = self._work = _Work(f"{self._token}/{next(_numbers)}", commit, now, wanted_s)
         self._lead.tell_all(w.Copying(True))
         self._events.emit("replicate", "started", step=commit.step if commit else None, tier="remote")
         wire = None if commit is None else [commit.step, commit.incarnation, commit.attempt]
@@ -255,8 +258,6 @@ class Replicator:
 
     def _cancel(self, work: _Work, error: CheckpointError) -> None:
         """Have all nodes end what they copy; each says so."""
-        if isinstance(work.error or error, SkippedError) and not isinstance(error, SkippedError):
-            work.error = error  # the first cause, not what others ended with because of it
         work.error = work.error or error
         if work.is_cancelled:
             return
@@ -308,7 +309,7 @@ class Replicator:
             what = "the newest checkpoint" if step is None else f"step {step}"
             self._tell_once(f"{what} is not replicated yet: {error}", type(error).__name__)
         if self._wanted is None and not hopeless:
-            self._wanted = (commit, self._clock.monotonic() if commit is None else work.began_s)
+            self._wanted = (commit, work.wanted_s)
         elif commit is not None:
             self._leave_out(commit, str(error))
         pause_s = min(RETRY_S * 2 ** min(self._num_failed - 1, 10), MAX_RETRY_S)

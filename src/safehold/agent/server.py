@@ -446,7 +446,7 @@ class AgentServer:
             session.opened(value["run_id"], value["incarnation"], value["steps"])
             self._switch(session)
             pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
-            newest = max([*value["steps"], *value["steps_afar"]], default=None)
+            newest = max([*value["steps"], *value.get("steps_afar", ())], default=None)
             notes = [*afar.notes, *value["notes"]]
             warnings += afar.warnings
             connection.reply(m.RunOpened(message.id, session.run_id, session.incarnation, newest, notes, warnings))
