@@ -76,7 +76,8 @@ class Survey:
         """How far the second place is behind."""
         views = [row.here for row in self.rows if row.here is not None]
         here = {view.commit: view.manifest.created_s for view in views if view.manifest is not None}
-        return replication.lag(here, self.complete)
+        sizes = {view.commit: view.manifest.total_bytes for view in views if view.manifest is not None}
+        return replication.lag(here, self.complete, sizes)
 
 
 def survey(source: Tier, target: Tier, *, patience_s: float = 0.2) -> Survey:

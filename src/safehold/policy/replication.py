@@ -161,29 +161,40 @@ class Lag:
         steps: Steps between the newest checkpoints here and there; None: there is none there.
         seconds: Seconds between their commits.
         num_checkpoints: How many checkpoints here are newer than the newest there.
+        num_bytes: What these have in all, as far as it was told.
     """
 
     steps: int | None
     seconds: float | None
     num_checkpoints: int
+    num_bytes: int = 0
 
 
-def lag(here: Mapping[CommitId, float], there: Collection[CommitId]) -> Lag:
+def lag(
+    here: Mapping[CommitId, float], there: Collection[CommitId], sizes: Mapping[CommitId, int] | None = None
+) -> Lag:
     """Compare two places.
 
     Args:
         here: Believed checkpoint of the source -> when it was committed, seconds since the epoch.
         there: Those that the second place has complete; what the source does not know is left out of account.
+        sizes: Bytes of the source's checkpoints.
     """
+    sizes = sizes or {}
     if not here:
         return Lag(steps=0, seconds=0.0, num_checkpoints=0)
     newest = max(here)
     common = [commit for commit in there if commit in here]
     if not common:
-        return Lag(steps=None, seconds=None, num_checkpoints=len(here))
+        return Lag(steps=None, seconds=None, num_checkpoints=len(here), num_bytes=sum(sizes.get(c, 0) for c in here))
     last = max(common)
-    behind = sum(commit > last for commit in here)
-    return Lag(steps=newest.step - last.step, seconds=max(0.0, here[newest] - here[last]), num_checkpoints=behind)
+    behind = [commit for commit in here if commit > last]
+    return Lag(
+        steps=newest.step - last.step,
+        seconds=max(0.0, here[newest] - here[last]),
+        num_checkpoints=len(behind),
+        num_bytes=sum(sizes.get(commit, 0) for commit in behind),
+    )
 
 
 class Allowance:
