@@ -103,7 +103,7 @@ class FlusherProcess:
 
     def _run(self, number: int, operation: str, arguments: dict[str, Any], fds: list[int]) -> None:
         value, error = None, None
-        step = arguments.get("commit", [None])[0]
+        step = (arguments.get("commit") or [None])[0]
         try:
             with self.events.span(operation, step=step, rank=arguments.get("rank")):
                 own = self._operations.get(operation)
