@@ -253,6 +253,7 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Came():
                 self.node_lost(node)
+                self.replicator.node_back(node)
             case _:
                 raise msgspec.ValidationError(f"{type(report).__name__} is no report")
 
@@ -344,6 +345,7 @@ class Head:
     def node_back(self, node: int) -> None:
         """A node that was lost can be reached again: it may have missed what became of its saves."""
         self.others.back(node)
+        self.replicator.node_back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------

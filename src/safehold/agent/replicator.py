@@ -111,7 +111,8 @@ class Replicator:
         self._told: set[str] = set()
         self._last_error = ""
         self._done: CommitId | None = None
-        self._is_stopped = False
+        self._is_stopped = self._is_told = False
+        self._lost: set[int] = set()
         self._was_restoring = False
 
     # -- what is wanted --------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Replicator:
         commit, wanted_s = self._wanted
         self._wanted = None
         work = self._work = _Work(f"{self._token}/{next(_numbers)}", commit, now, wanted_s)
-        self._lead.tell_all(w.Copying(True))
+        self._tell_active()
         self._events.emit("replicate", "started", step=commit.step if commit else None, tier="remote")
         wire = None if commit is None else [commit.step, commit.incarnation, commit.attempt]
         self._call(work, "copy_begin", {"commit": wire}, self._begun)
@@ -215,8 +216,9 @@ class Replicator:
             self._succeeded(work)
             return
         work.sent_bytes, work.kept_bytes = value["sent_bytes"], value["kept_bytes"]
-        shares = replication.shares(value["nodes"], self._num_nodes)
-        work.waiting = {node for node, share in enumerate(shares) if share}
+        there = [node for node in range(self._num_nodes) if node not in self._lost]
+        shares = dict(zip(there, replication.shares(value["nodes"], len(there)), strict=True))
+        work.waiting = {node for node, share in shares.items() if share}
         if not work.waiting:
             self._finish(work)
             return
@@ -240,13 +242,18 @@ class Replicator:
                 self._end(work)
 
     def node_lost(self, node: int) -> None:
-        """A node's agent is dead or cannot be reached."""
+        """A node's agent is dead or cannot be reached: the others copy its share at the next trial."""
+        self._lost.add(node)
         work = self._work
         if work is not None and node in work.waiting:
             work.waiting.discard(node)
             self._cancel(work, RankLostError(f"node {node} was lost while it copied", tier="remote"))
             if not work.waiting:
                 self._end(work)
+
+    def node_back(self, node: int) -> None:
+        """It can be reached again."""
+        self._lost.discard(node)
 
     def _finish(self, work: _Work) -> None:
         self._call(work, "copy_finish", {"keep": self._config.remote_keep}, self._finished)
@@ -318,11 +325,18 @@ class Replicator:
 
     def _over(self, work: _Work) -> None:
         self._work = None
-        self._lead.tell_all(w.Copying(False))
         self._forget_older()
         if work.commit is not None:
             self._released()
         self._consider()
+        self._tell_active()
+
+    def _tell_active(self) -> None:
+        """Tell all nodes whether there is something to stay for."""
+        active = self._work is not None or (self._wanted is not None and not self._is_stopped)
+        if active != self._is_told:
+            self._is_told = active
+            self._lead.tell_all(w.Copying(active))
 
     def _forget_older(self) -> None:
         if self._done is not None:
