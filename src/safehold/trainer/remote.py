@@ -106,7 +106,7 @@ class RemoteWaits:
             return
         figures = told.figures
         fields: dict[str, object] = {"tier": "remote", **figures}
-        self._events.emit("replicate", "done", step=told.step, rank=self._rank, **fields)  # type: ignore[arg-type]
+        self._events.emit("replicate", "done", step=told.step, rank=self._rank, **fields)
         if self._rank == 0:
             size, took = figures.get("bytes", 0.0) / 1e9, max(figures.get("seconds", 0.0), 1e-9)
             rate = size / took
