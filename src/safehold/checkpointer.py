@@ -29,6 +29,8 @@ from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle, wait_all
 from safehold.trainer.metrics import metric_values
 from safehold.trainer.overdue import Overdue
+from safehold.trainer.preparing import quietly
+from safehold.trainer.remote import resolve
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
 from safehold.trainer.steps import check_order, step_number
@@ -81,7 +83,8 @@ class Checkpointer:
         **settings: Any,
     ) -> None:
         self.path = place(path)
-        self.config: Config = config_source.build(Config, config_source.load(Config, arguments=settings))
+        built = config_source.build(Config, config_source.load(Config, arguments=settings))
+        self.config: Config = resolve(built, self.path)
         self.events = EventStream("trainer")
         install_listener(self.events)
         self._every: Every = parse_every(every)
@@ -199,7 +202,7 @@ class Checkpointer:
         if due:
             return self._save(step, state, metrics or {})
         if not self._prepared and self._every:
-            self._prepare_quietly(lambda: self.prepare(state, wait=False))
+            quietly(lambda: self.prepare(state, wait=False))
         return None
 
     def _tell_progress(self, step: int) -> None:
@@ -300,14 +303,6 @@ class Checkpointer:
             self._hook(state)
         self._saver.prepare(state, wait=wait)
 
-    @staticmethod
-    def _prepare_quietly(prepare: Callable[[], None]) -> None:
-        """Prepare where nobody has asked for it; what stands in the way is raised by the save that needs it."""
-        try:
-            prepare()
-        except Exception as exc:
-            log.warning("safehold: preparing for saves failed: %s", exc, exc_info=not isinstance(exc, CheckpointError))
-
     def _hook(self, state: Any) -> None:
         """Have every optimizer of the state wait for the copy before it steps."""
         from safehold.pipeline.optimizer_hooks import hook_optimizers
@@ -381,40 +376,45 @@ class Checkpointer:
                 log.info("safehold: %s", report)
         if report is not None and not self._overlap:
             self._prepared, saver, bound = True, self._saver, self._restorer.take_bound()
-            self._prepare_quietly(lambda: saver.prepare_restored(bound))
+            quietly(lambda: saver.prepare_restored(bound))
         elif not self._prepared and (self._every or report is not None):
-            self._prepare_quietly(lambda: self.prepare(state, wait=False))
+            quietly(lambda: self.prepare(state, wait=False))
         return report.step if report is not None else None
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until everything that was staged is durable (drain).
+    def wait(self, timeout_s: float | None = None, *, remote: bool = False) -> None:
+        """Wait until everything that was staged is durable (drain); `remote`: and the newest is complete at the second place.
 
         Raises:
             CheckpointError: A save failed.
-            DeadlineError: It was not durable in time.
+            DeadlineError: It was not durable, or replicated, in time.
         """
         self._check_process()
         assert self._saver is not None
+        started = time.monotonic()
         late = wait_all(self._saver.open_handles(), self.config.flush_timeout_s if timeout_s is None else timeout_s)
+        if remote and late is None:
+            left_s = None if timeout_s is None else max(0.0, started + timeout_s - time.monotonic())
+            late = self._saver.remote.wait(self.config.remote_timeout_s if left_s is None else left_s)
         self._failures.raise_pending(always=True)
         if late is not None:
             raise late
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, remote: bool = False) -> None:
         """Drain and leave: returns when everything staged is durable. The agent leaves too, once all ranks have closed.
 
         Args:
-            timeout_s: None: the flush deadline.
+            timeout_s: None: the flush deadline, and with `remote` then `remote_timeout_s`.
+            remote: Wait also until the newest is complete at the second place; else the agent stays for that.
 
         Raises:
             CheckpointError: A save failed, now or earlier, and nobody was told.
             DeadlineError: Something was not durable in time.
         """
-        self._close(timeout_s, linger=False)
+        self._close(timeout_s, linger=False, remote=remote)
 
-    def _close(self, timeout_s: float | None, *, linger: bool) -> None:
+    def _close(self, timeout_s: float | None, *, linger: bool, remote: bool = False) -> None:
         """Drain and leave; with `linger` the agent and its memory wait for a restart."""
         if self._closed or os.getpid() != self._pid:
             return
@@ -422,9 +422,10 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         deadline = time.monotonic() + (self.config.flush_timeout_s if timeout_s is None else timeout_s)
         try:
-            self.wait(timeout_s)
+            self.wait(timeout_s, remote=remote)
         finally:
-            self._leave(max(0.0, deadline - time.monotonic()), linger=linger)
+            left_s = self.config.flush_timeout_s if remote else max(0.0, deadline - time.monotonic())
+            self._leave(left_s, linger=linger)
 
     def _leave(self, timeout_s: float, *, linger: bool) -> None:
         if self._unhook is not None:

@@ -56,6 +56,12 @@ class Config:
         network_key: PEM file with its key; empty: it is in `network_cert`.
         network_ca: PEM file with the CA whose certificates both sides have to show.
         network_check_names: Whether certificates have to name the address that they are reached at.
+        remote: The second place, a path or URL, that each commit is copied to beside training; empty: none.
+        remote_every: Copy each so-many-th commit; the final save always.
+        remote_keep: How many of the newest checkpoints the second place keeps.
+        remote_rate_bytes_s: Upper bound for what each node sends there; 0: none.
+        remote_timeout_s: Seconds that one replication may take; the agents stay so long for one that is under way when
+            their trainers are gone, and retention keeps a checkpoint so long that waits for its replication.
         peer_timeout_s: Seconds without an answer after which another node is taken to be lost.
     """
 
@@ -90,6 +96,11 @@ class Config:
     network_key: str = ""
     network_ca: str = ""
     network_check_names: bool = True
+    remote: str = ""
+    remote_every: int = 1
+    remote_keep: int = 3
+    remote_rate_bytes_s: int = 0
+    remote_timeout_s: float = 3600.0
     peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -118,6 +129,10 @@ class Config:
             raise ConfigurationError("network_port must be a TCP port, or 0 for any that is free")
         if (self.network_key or self.network_ca) and not self.network_cert:
             raise ConfigurationError("network_key and network_ca are of no use without network_cert")
+        if self.remote_every < 1 or self.remote_keep < 1:
+            raise ConfigurationError("remote_every and remote_keep must be at least 1")
+        if self.remote_timeout_s < 1:
+            raise ConfigurationError("remote_timeout_s must be at least 1")
         if self.peer_timeout_s < 1:
             raise ConfigurationError("peer_timeout_s must be at least 1")
         if not 0 <= self.flush_nice <= 19:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,23 @@ def test_a_storage_network_that_is_cut_costs_saves_and_no_training(four_hosts: H
         ended(job)
     assert "host-2" in line(job, "failed 3"), line(job, "failed 3")
     assert re.search(r"saved 5", job.output(0)), "the hosts find each other again"
+
+
+def test_each_host_copies_its_own_packs_to_the_second_place(two_hosts: Hosts) -> None:
+    run, there = str(two_hosts.shared / "run"), two_hosts.shared / "there"
+    with train(two_hosts, run, remote=str(there)) as job:
+        ended(job)
+    deadline = time.monotonic() + 20
+    while (there / "checkpoints" / f"{STEPS:09d}" / "1-0" / "manifest.json").exists() is False:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for name in ("00000-00000.0.safetensors", "00001-00001.0.safetensors"):
+        files = [Path(root) / "checkpoints" / f"{STEPS:09d}" / "1-0" / name for root in (run, str(there))]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    shutil.rmtree(run)
+    with train(two_hosts, run, remote=str(there)) as job:
+        ended(job)
+        assert f"restored {STEPS}" in job.output(0) and line(job, "restored", 1).endswith("remote")
 
 
 @pytest.mark.parametrize("host", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -340,6 +341,38 @@ def test_an_outage_costs_one_save(tmp_path: Path, rig: Rig) -> None:
                 program.kill()
         assert said[0] == "saved 1\n" and said[2] == "saved 3\n" and program.returncode == 0, f"{said} {rest}"
         assert said[1].startswith("failed 2") and int(said[1].split()[3]) <= 30, said
+
+
+REPLICATED = """
+import sys
+import numpy
+import safehold
+state = {"w": numpy.zeros(500_000), "n": 0}
+ckpt = safehold.Checkpointer(sys.argv[1], remote=sys.argv[2], keep=1, agent_linger_s=3)
+start = ckpt.restore(state) or 0
+assert state["n"] == start and (state["w"] == start).all()
+for step in (start + 1, start + 2):
+    state["n"], state["w"] = step, state["w"] + 1
+    ckpt.save(step, state).wait(30)
+ckpt.close(remote=True)
+print("step", step, ckpt.last_restore.source if ckpt.last_restore else "nothing")
+"""
+
+
+def test_a_run_on_disk_that_replicates_itself_into_a_bucket_and_comes_back_from_there(s3: S3Server, rig: Rig) -> None:
+    url = f"s3://{BUCKET}/copies/run-{next(_names)}"
+    script = rig.directory / "program.py"
+    script.write_text(REPLICATED)
+    for expected in ("step 2 nothing", "step 4 remote"):
+        done = subprocess.run(
+            [sys.executable, str(script), str(rig.run), url],
+            env={**rig.environment(), **s3.environment()},
+            capture_output=True, stdin=subprocess.DEVNULL, timeout=90, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr + rig.log()
+        rig.close()
+        shutil.rmtree(rig.run)
+    assert command("verify", url).returncode == 0
 
 
 def test_a_server_that_is_killed_in_mid_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ class FlusherProcess:
         # Remembers from one look to the next which readers' leases are renewed.
         self._observer = Observer()
         self.events = EventStream("flusher")
+        self._remote: Any = None
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
             "flush": self._flush,
             "check_memory": self._check_memory,
@@ -94,7 +95,7 @@ class FlusherProcess:
                 self._pacer = Pacer(KernelIdleCores(), self._config.flush_busy_share)
                 # Opened afresh by each start of the job: the directory may have been replaced meanwhile, and its
                 # attempts may have the names of others that were abandoned here.
-                self._tier = None
+                self._tier = self._remote = None
                 joined, self._joined = self._joined, None
                 if joined is not None:
                     _hang_up(joined)
@@ -106,6 +107,10 @@ class FlusherProcess:
             elif operation == "cancel":
                 self._cancel(arguments)
                 self._answer(call["id"], True, None)
+            elif operation == "copy_cancel":
+                if self._remote is not None:
+                    self._remote.cancel(arguments["key"])
+                self._answer(call["id"], True, None)
             else:
                 threading.Thread(
                     target=self._run, args=(call["id"], operation, arguments, fds), name=operation, daemon=True
@@ -113,12 +118,14 @@ class FlusherProcess:
 
     def _run(self, number: int, operation: str, arguments: dict[str, Any], fds: list[int]) -> None:
         value, error = None, None
-        step = arguments.get("commit", [None])[0]
+        step = (arguments.get("commit") or [None])[0]
         try:
             with self.events.span(operation, step=step, rank=arguments.get("rank")):
                 own = self._operations.get(operation)
                 if own is not None:
                     value = own(arguments, fds)
+                elif operation not in maintenance.OPERATIONS:
+                    value = self._remote_calls().operations[operation](arguments)
                 else:
                     value = self._maintain(operation, arguments)
         except CheckpointError as exc:
@@ -169,6 +176,17 @@ class FlusherProcess:
             if self._joined is None or self._joined.own is not own:
                 self._joined = joined_flash.join(own, self._url, peers, self._config)
             return self._joined
+
+    def _remote_calls(self) -> Any:
+        """What an agent asks of the process that copies to the second place; imported there only."""
+        from safehold.pipeline.remote_calls import RemoteCalls
+
+        tier = self._open_all()
+        with self._tier_lock:
+            if self._remote is None:
+                there = open_tier(self._config.remote, name="remote", direct=self._config.direct_io)
+                self._remote = RemoteCalls(tier, there, self._config, self._pacer)
+            return self._remote
 
     def _cancel(self, arguments: dict[str, Any]) -> None:
         self._cancelled_of(tuple(arguments["commit"])).set()

@@ -15,12 +15,14 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
+from safehold.agent.fetching import Afar, Fetching, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
 from safehold.agent.ranks_afar import RankAfar
+from safehold.agent.replicator import Replicator
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
 from safehold.agent.settling import OthersSettled
@@ -75,6 +77,7 @@ class Head:
         keep: Wire form of the retention rules.
         every_seconds: Interval of saves by time; 0: none.
         flusher: For tier work.
+        copier: The process that copies to the second place; None: there is none.
         own_parts: The parts that this node's ranks began with.
         memory_of: Returns the local arenas that hold a commit.
         send: Tells another node, if it can be reached.
@@ -89,6 +92,7 @@ class Head:
         keep: dict[str, Any],
         every_seconds: float,
         flusher: Flusher,
+        copier: Flusher | None,
         own_parts: PartStore,
         memory_of: Callable[[CommitId], list[Any]],
         send: Callable[[int, w.Word], None],
@@ -97,11 +101,15 @@ class Head:
         events: EventStream,
     ) -> None:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
+        self._copier = copier
         self._post, self._clock, self._events = post, clock, events
         world = here.world
         self._ranks_of = {node: world.ranks_of(node) for node in range(len(world.node_names))}
         self._parts = AllParts(own_parts, ask=self._ask_part)
-        self._retention = Retention(keep, flusher=flusher, config=config, maintained=self._maintained)
+        self.replicator = self._new_replicator(copier)
+        self._retention = Retention(
+            keep, flusher=flusher, config=config, leased=self.replicator.held, maintained=self._maintained
+        )
         self._undeclared: dict[int, list[TensorSpec]] = {}
         self._steps: dict[int, int] = {}
         self._compared: dict[tuple[int, int], dict[int, dict[str, int]]] = {}
@@ -134,6 +142,22 @@ class Head:
             incarnation=lambda: here.incarnation,
             clock=clock,
             in_doubt=lambda: self._rebase_lost,
+            fetching=Fetching(config=config, copier=copier) if copier is not None else None,
+        )
+
+    def _new_replicator(self, copier: Flusher | None) -> Replicator:
+        here = self._here
+        return Replicator(
+            self,
+            num_nodes=len(self._ranks_of),
+            token=here.world.token,
+            config=self._config,
+            copier=copier,
+            restoring=lambda: self.restores.active,
+            incarnation=lambda: here.incarnation,
+            released=lambda: self._retention.released(),
+            clock=self._clock,
+            events=self._events,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -186,6 +210,7 @@ class Head:
     def ended(self, by: int, error: CheckpointError) -> None:
         """A newer incarnation owns the run."""
         self.restores.stop(error)
+        self.replicator.stop()
         if self.lead is not None:
             self.lead.handle(protocol.Superseded(incarnation=by))
 
@@ -230,8 +255,11 @@ class Head:
                 self.others.settled(node, report.number)
             case w.Saw():
                 self.places.saw(node, report)
+            case w.Copied():
+                self.replicator.copied(node, report)
             case w.Came():
                 self.node_lost(node)
+                self.replicator.node_back(node)
             case _:
                 raise msgspec.ValidationError(f"{type(report).__name__} is no report")
 
@@ -318,12 +346,14 @@ class Head:
         self._manifests.pop(node, None)
         self.others.lost(node)
         self.places.lost(node)
+        self.replicator.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:
         """A node that was lost can be reached again: it may have missed what became of its saves."""
         self.others.back(node)
         self.places.back(node)
+        self.replicator.node_back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -357,10 +387,12 @@ class Head:
         if node is not None:
             self.tell(node, word)
             return
+        _, final = self._here.facts_of(step, attempt)
         try:
             self.tell_all(word)
         finally:
             self._over(step, attempt)
+            self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
             self.announcer.committed(step)
             assert self._known is not None
             self._retention.retire(self._known, step, attempt)
@@ -406,20 +438,24 @@ class Head:
             "reason": f"restored step {commit.step}",
         }
 
-        def ask(*, again: bool) -> None:
+        def look(*, again: bool) -> None:
+            look_afar(self._copier, self._config, lambda afar: ask(afar, again=again), lambda error: done(0, error))
+
+        def ask(afar: Afar, *, again: bool) -> None:
             def opened(value: Any, error: CheckpointError | None) -> None:
                 self._rebase_lost = error is not None and self._flusher.lost
                 if error is None:
                     here.opened(value["run_id"], value["incarnation"], value["steps"])
                     done(here.incarnation, None)
                 elif self._rebase_lost and not again and not here.ended_by:
-                    ask(again=True)  # else this very session may be superseded by what was done
+                    look(again=True)  # else this very session may be superseded by what was done
                 else:
                     done(0, error)
 
-            self._flusher.call("open_run", arguments, opened, timeout_s=self._config.start_timeout_s)
+            given = {**arguments, "held": afar.held}
+            self._flusher.call("open_run", given, opened, timeout_s=self._config.start_timeout_s)
 
-        ask(again=False)
+        look(again=False)
 
     # -- time ------------------------------------------------------------------------------------------------------------
 
@@ -437,13 +473,13 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others, self.places)
+        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator)
         due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
         return min(due, default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (self.lead, self.restores, self.announcer, self.others, self.places):
+        for part in (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator):
             if part is not None:
                 part.tick()
 

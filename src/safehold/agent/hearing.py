@@ -89,8 +89,7 @@ class Hearing:
             case w.PartWanted():
                 self._here.up.part(word, self._here.parts.get(word.rank, word.digest))
             case w.LeavesSettled():
-                for peer in self._here.peers.values():
-                    peer.reply(m.Settled(word.settlement))
+                self._tell_ranks(m.Settled(word.settlement))
             case w.Announce():
                 self._here.node_control.announce(word.step)
                 if self._here.follower is not None:
@@ -102,10 +101,23 @@ class Hearing:
                 self._tell_again()
             case w.ToRank():
                 self._to_rank(word)
+            case w.Copying() | w.Copy() | w.StopCopying():
+                if self._here.copying is not None:
+                    self._here.copying.hear(word)
+            case w.Replicated() if word.incarnation == self._here.incarnation:
+                self._tell_ranks(m.Durable(word.step, word.attempt, "remote", word.figures))
+            case w.LeftOut() if word.incarnation == self._here.incarnation:
+                self._tell_ranks(m.LeftOut(word.step, word.attempt, word.reason))
+            case w.Replicated() | w.LeftOut():
+                pass  # of an incarnation that is over
             case w.ToAll():
                 self._here.tell_all(word.text)
             case _:
                 raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
+
+    def _tell_ranks(self, message: m.Settled | m.Durable | m.LeftOut) -> None:
+        for peer in list(self._here.peers.values()):
+            peer.reply(message)
 
     def _opened_elsewhere(self, word: w.Opened) -> None:
         if self._here.ended_by or word.incarnation <= self._here.incarnation:
@@ -171,6 +183,8 @@ class Hearing:
         """Nobody decides any more about what is in flight here."""
         assert self._here.follower is not None
         self._here.follower.lead_lost(why)
+        if self._here.copying is not None:
+            self._here.copying.stop()
         error = self._here.follower.lost_error()
         joining, self._joining = self._joining, []
         for peer, message in joining:

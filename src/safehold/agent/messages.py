@@ -245,6 +245,15 @@ class Durable(msgspec.Struct, tag="durable", frozen=True):
     id: int = 0
 
 
+class LeftOut(msgspec.Struct, tag="left_out", frozen=True):
+    """Notification: the save, which is durable, will not be replicated; `reason` says why."""
+
+    step: int
+    attempt: int
+    reason: str
+    id: int = 0
+
+
 class SaveFailed(msgspec.Struct, tag="save_failed", frozen=True):
     """Notification: the save has failed; the error says so where it is not known whether it is committed."""
 
@@ -286,6 +295,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         round: Of the restore; votes name it.
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
         holders: With node-local flash: at which node the files are that each node of the checkpoint wrote.
+        fetched: It was brought back from the second place for this restore.
     """
 
     id: int
@@ -298,6 +308,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     round: int = 0
     verified: list[int] = []
     holders: dict[int, str] = {}
+    fetched: bool = False
 
 
 class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
@@ -405,6 +416,7 @@ Reply = (
     | Status
     | Settled
     | Durable
+    | LeftOut
     | SaveFailed
     | Superseded
     | Note

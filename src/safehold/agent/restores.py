@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from safehold.agent.arenas import Arena
+from safehold.agent.fetching import Brought, Fetching
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.messages import RestoreAsk, RestoreOffer, Verdict, Vote
 from safehold.agent.node_save import Peer
@@ -26,6 +27,7 @@ from safehold.errors import (
     RankLostError,
     StateMismatchError,
     StepNotFoundError,
+    StorageError,
     from_wire,
 )
 from safehold.format.names import numbered
@@ -60,6 +62,7 @@ class Restores:
         incarnation: The incarnation in force.
         clock: Time.
         in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
+        fetching: Brings back from the second place what is newer there than anything usable here; None: there is none.
     """
 
     def __init__(
@@ -74,17 +77,24 @@ class Restores:
         incarnation: Callable[[], int],
         clock: Clock,
         in_doubt: Callable[[], bool] = lambda: False,
+        fetching: Fetching | None = None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
-        self._when_idle, self._in_doubt = when_idle, in_doubt
+        self._when_idle, self._in_doubt, self._fetching = when_idle, in_doubt, fetching
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
         self._stopped: tuple[int, CheckpointError | None] = (0, None)
         self._bad: list[CommitId] = []
         self._bad_words: list[str] = []
+        self._fetched: set[CommitId] = set()
         self._newest: CommitId | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether ranks wait in a restore."""
+        return self._round is not None
 
     def ask(self, peer: Peer, message: RestoreAsk) -> None:
         """A rank asks what to restore."""
@@ -173,6 +183,18 @@ class Restores:
     def _find(self, current: _Round) -> None:
         if self._round is not current:
             return
+        if self._fetching is None:
+            self._look(current, Brought())
+        else:
+            self._fetching.bring(current.step, self._bad, self._fetched, lambda brought: self._look(current, brought))
+
+    def _look(self, current: _Round, brought: Brought) -> None:
+        if self._round is not current:
+            return
+        self._bad_words.extend(brought.words)
+        if brought.commit is not None:
+            self._fetched.add(brought.commit)
+            self._bad = [commit for commit in self._bad if commit != brought.commit]  # it was mended
         arguments = {"step": current.step, "exclude": [_wire(commit) for commit in self._bad]}
 
         def found(value: Any, error: CheckpointError | None) -> None:
@@ -180,6 +202,10 @@ class Restores:
                 return
             if error is not None:
                 self._stop(current, error)
+            elif value["commit"] is None and brought.failed:
+                text = "\n  ".join(["the run has no checkpoint here, and none could be fetched", *self._bad_words])
+                hint = "restore again once the remote answers; without 'remote' the run starts from nothing"
+                self._stop(current, StorageError(text, tier="remote", path=self._config.remote, hint=hint))
             else:
                 self._offer(current, value)
 
@@ -219,6 +245,7 @@ class Restores:
                     current.number,
                     verified,
                     value.get("holders", {}),
+                    commit in self._fetched,
                 )
             )
         current.asked = {}
@@ -297,6 +324,7 @@ class Restores:
         """The restore is over; the next one starts from nothing. Votes that come late for it hear the error."""
         self._round = None
         self._bad, self._bad_words, self._newest = [], [], None
+        self._fetched = set()
         self._stopped = (current.number if current is not None else 0, error)
 
 

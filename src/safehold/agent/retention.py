@@ -13,6 +13,7 @@ from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.config import Config
 from safehold.errors import CheckpointError, SupersededError
+from safehold.types import CommitId
 
 
 class Retention:
@@ -22,6 +23,7 @@ class Retention:
         keep: Wire form of the retention rules.
         flusher: For tier work.
         config: The run's settings.
+        leased: Returns the checkpoints that are copied to a second place, or are about to be.
         maintained: Told the incarnation concerned, what came of it, and what was wrong.
     """
 
@@ -32,10 +34,18 @@ class Retention:
         flusher: Flusher,
         config: Config,
         maintained: Callable[[int, Any, CheckpointError | None], None],
+        leased: Callable[[], list[CommitId]] = list,
     ) -> None:
         self._keep, self._flusher, self._config, self._maintained = keep, flusher, config, maintained
+        self._leased = leased
         self._is_busy = False
+        self._held_back: tuple[Known, int, int] | None = None
         self._next: tuple[Known, int, int] | None = None
+
+    def released(self) -> None:
+        """What was leased may not be any more: have the rule applied again, if something stayed on that account."""
+        if self._held_back is not None:
+            self.retire(*self._held_back)
 
     def retire(self, known: Known, step: int, attempt: int) -> None:
         """A save was committed: have the keep rule applied, and attempts swept that do not count."""
@@ -43,13 +53,15 @@ class Retention:
             self._next = (known, step, attempt)
             return
         self._is_busy = True
-        given_up = known.given_up()
+        given_up, leased = known.given_up(), self._leased()
+        self._held_back = (known, step, attempt) if any(commit.step != step for commit in leased) else None
         arguments = {
             "commit": [step, known.incarnation, attempt],
             "keep": self._keep,
             "incarnation": known.incarnation,
             "acknowledged": known.acknowledged(),
             "given_up": given_up,
+            "leased": [[commit.step, commit.incarnation, commit.attempt] for commit in leased],
         }
 
         def retired(value: Any, error: CheckpointError | None) -> None:

@@ -26,6 +26,7 @@ from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
+from safehold.agent.fetching import Afar, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
@@ -47,6 +48,7 @@ from safehold.host.sockets import Channel, ChannelClosed, Listener
 ORDERLY_LINGER_S = 1.0
 FIRST_LINGER_S = 10.0
 TERM_SERVE_S, TERM_GRACE_S = 8.0, 20.0  # a job scheduler kills what is left some 30 s after its SIGTERM
+COPY_STOP_S = 3.0
 FAREWELL_S = 1.0
 ACCEPT_RETRY_S = 0.2
 SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
@@ -83,9 +85,11 @@ class AgentServer:
         self._current: Session | None = None
         self._pool: ArenaPool | None = None
         self._flusher: Flusher | None = None
+        self._copier: Flusher | None = None
+        self._gone_since: float | None = None
         self._config = Config()
         self._connections: set[Connection] = set()
-        self._leaving = self._settling = self._stopping = False
+        self._leaving = self._settling = self._has_settled = self._stopping = False
         self._stop_at: float | None = None
         self._serve_until = 0.0
         self._linger_until = clock.monotonic() + FIRST_LINGER_S
@@ -116,8 +120,8 @@ class AgentServer:
             connection.close()
         for connection in list(self._connections):
             connection.flush(FAREWELL_S)
-        if self._flusher is not None:
-            self._flusher.close()
+        for flusher in self._processes():
+            flusher.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -142,13 +146,29 @@ class AgentServer:
         left_s = max(0.0, self._stop_at - now)
 
         def settled() -> None:
-            self._stop_at = self._clock.monotonic()
+            self._has_settled = True
 
         session = self._current
         if session is None:
             settled()
         else:
             session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
+
+    def _stop_copying(self) -> None:
+        """Leave once no replication is under way, which may go on until shortly before the end of the grace."""
+        session, now = self._current, self._clock.monotonic()
+        if session is not None and self._stop_at is not None:
+            session.stop_copying(now=now >= self._stop_at - COPY_STOP_S)
+        if session is None or not session.is_copying(0.0):
+            self._stop_at = now
+
+    def _processes(self) -> list[Flusher]:
+        return [flusher for flusher in (self._flusher, self._copier) if flusher is not None]
+
+    def _is_copying(self, now: float) -> bool:
+        """Whether a replication is worth staying for, now that the trainers have gone."""
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return self._current is not None and self._current.is_copying(now - self._gone_since)
 
     def _has_trainers(self) -> bool:
         return any(session.peers for session in self._sessions.values())
@@ -157,7 +177,9 @@ class AgentServer:
         now = self._clock.monotonic()
         if self._stop_at is not None and now >= self._stop_at:
             return True
-        if self._has_trainers() or self._in_flight():
+        if self._has_trainers():
+            self._gone_since = None
+        if self._has_trainers() or self._in_flight() or self._is_copying(now):
             self._linger_until = max(self._linger_until, now)
             self._busy_at = now
             return False
@@ -178,13 +200,15 @@ class AgentServer:
             due.append(self._linger_until)
         if self._stop_at is not None:
             due.append(self._stop_at if self._settling else self._serve_until)
-        if self._flusher is not None and (when := self._flusher.next_deadline()) is not None:
-            due.append(when)
+        due.extend(when for flusher in self._processes() if (when := flusher.next_deadline()) is not None)
         if self._current is not None and (when := self._current.next_deadline()) is not None:
             due.append(when)
         return max(0.001, min(due) - self._clock.monotonic())
 
     def _tick(self) -> None:
+        if self._copier is not None:
+            self._copier.check_deadlines()
+            self._copier.reap_abandoned()
         if self._flusher is not None:
             self._flusher.check_deadlines()
             if self._flusher.abandoned and self._flusher.reap_abandoned() and self._pool is not None:
@@ -193,6 +217,8 @@ class AgentServer:
             self._current.tick()
         if self._leaving:
             self._finish()
+        if self._has_settled:
+            self._stop_copying()
 
     # -- connections -----------------------------------------------------------------------------------------------------
 
@@ -340,17 +366,14 @@ class AgentServer:
             raise ConfigurationError(text, rank=hello.rank)
         if self._pool is None or self._flusher is None:
             self._config = Config.from_wire(hello.config)
-            flusher = self._flusher = Flusher(
-                self.url,
-                hello.config,
-                post=self.post,
-                clock=self._clock,
-                events=self._events,
-                log_fd=self._log_fd,
-            )
+            flusher = self._flusher = self._new_flusher(hello.config)
             self._pool = ArenaPool(
                 self.post, self._config.memory_budget_bytes, released=flusher.forget, nice=self._config.flush_nice
             )
+        config = Config.from_wire(hello.config)
+        if config.remote and self._copier is None:
+            # A process of its own: a second place that does not answer must not take flushes along.
+            self._copier = self._new_flusher(hello.config)
         session = Session(
             hello,
             pool=self._pool,
@@ -361,9 +384,13 @@ class AgentServer:
             make_network=self._make_network,
             on_opened=self._opened_elsewhere,
             settle_old=self._settle_old,
+            copier=self._copier,
         )
         self._sessions[session.token] = session
         return session
+
+    def _new_flusher(self, config: dict[str, Any]) -> Flusher:
+        return Flusher(self.url, config, post=self.post, clock=self._clock, events=self._events, log_fd=self._log_fd)
 
     def _switch(self, session: Session) -> None:
         old = self._current
@@ -424,7 +451,7 @@ class AgentServer:
 
     def _create_incarnation(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
         assert self._flusher is not None and self._pool is not None
-        flusher, pool = self._flusher, self._pool
+        flusher, pool, afar = self._flusher, self._pool, Afar()
 
         def opened(value: Any, error: CheckpointError | None) -> None:
             if error is not None:
@@ -439,18 +466,24 @@ class AgentServer:
             session.opened(value["run_id"], value["incarnation"], value["steps"])
             self._switch(session)
             pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
-            newest = max(value["steps"], default=None)
-            notes, num_nodes = [*value["notes"], *survival_notes(connection.pid)], len(session.world.node_names)
-            if num_nodes > 1:
+            newest = max([*value["steps"], *value.get("steps_afar", ())], default=None)
+            notes = [*afar.notes, *value["notes"], *survival_notes(connection.pid)]
+            if (num_nodes := len(session.world.node_names)) > 1:
                 notes.append(places.note(session.local_flash, num_nodes))
+            warnings += afar.warnings
             connection.reply(
                 m.RunOpened(
                     message.id, session.run_id, session.incarnation, newest, notes, warnings, session.local_flash
                 )
             )
 
-        arguments: dict[str, Any] = {"token": session.token, "up_to": None, "exclude": [], "reason": "start"}
-        flusher.call("open_run", arguments, opened, timeout_s=session.config.start_timeout_s * OPEN_SHARE)
+        def looked(found: Afar) -> None:
+            nonlocal afar
+            afar = found
+            arguments = {"token": session.token, "up_to": None, "exclude": [], "reason": "start", "held": afar.held}
+            flusher.call("open_run", arguments, opened, timeout_s=session.config.start_timeout_s * OPEN_SHARE)
+
+        look_afar(session.copier, session.config, looked, lambda error: opened(None, error))
 
     def _not_opened(self, connection: Connection, session: Session, message: m.OpenRun, error: CheckpointError) -> None:
         connection.refuse(message.id, error)

@@ -15,6 +15,7 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
+from safehold.agent.copying import Copying
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
 from safehold.agent.head import Head, specs_of
@@ -62,6 +63,7 @@ class Session:
         make_network: Makes the way to other nodes, where there are any.
         on_opened: Told of an incarnation that a lead elsewhere has opened: (this session, the committed steps).
         settle_old: Has the job before settle what it has in flight here: (this session, then, seconds).
+        copier: The process that copies to the second place, if the run has one.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Session:
         make_network: MakeNetwork = _no_network,
         on_opened: Callable[[Session, list[int]], None] = lambda *_: None,
         settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then(),
+        copier: Flusher | None = None,
     ) -> None:
         self.world = hello.world
         self.token = hello.world.token
@@ -84,7 +87,7 @@ class Session:
         self.every_seconds = hello.every_seconds
         self.node = hello.world.node_of[hello.rank]
         self.local_ranks = hello.world.ranks_of(self.node)
-        self.pool, self.flusher = pool, flusher
+        self.pool, self.flusher, self.copier = pool, flusher, copier if self.config.remote else None
         self._post, self._clock, self._events = post, clock, events
         self._hearing = Hearing(self, on_opened=on_opened, settle_old=settle_old, events=events)
         self.peers: dict[int, Peer] = {}
@@ -99,11 +102,14 @@ class Session:
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
+        self.copying = self._new_copying(self.copier) if self.copier is not None else None
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
             self.placed(local_flash=hello.local_flash)
             self._start(self._known(None))
+            if self.head is not None:
+                self.head.replicator.opened(None)
             self._hearing.tell_others_came()
 
     @property
@@ -169,7 +175,9 @@ class Session:
 
             names, token = self.world.node_names, self.token
             peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
-        self.flusher.configure(self.config.to_wire(), peers)
+        for process in (self.flusher, self.copier):
+            if process is not None:
+                process.configure(self.config.to_wire(), peers)
 
     def _new_head(self) -> Head:
         return Head(
@@ -178,6 +186,7 @@ class Session:
             keep=self.keep,
             every_seconds=self.every_seconds,
             flusher=self.flusher,
+            copier=self.copier,
             own_parts=self.parts,
             memory_of=self.pool.holding,
             send=self.send,
@@ -185,6 +194,28 @@ class Session:
             clock=self._clock,
             events=self._events,
         )
+
+    def _new_copying(self, copier: Flusher) -> Copying:
+        def tell_lead(report: w.Report) -> None:
+            if self.head is not None:
+                self.head.report(self.node, report)
+            else:
+                self.send(self.lead_node, report)
+
+        return Copying(self.node, config=self.config, copier=copier, tell_lead=tell_lead, clock=self._clock)
+
+    def is_copying(self, waited_s: float) -> bool:
+        """Whether the agent stays for a replication, so long after its last trainer has gone."""
+        if self.head is not None:
+            return self.head.replicator.is_busy(waited_s)
+        return self.copying is not None and self.copying.active and waited_s < self.config.remote_timeout_s
+
+    def stop_copying(self, *, now: bool = True) -> None:
+        """Begin no replication any more; `now`: end what is under way, in a state that the next agent goes on from."""
+        if self.head is not None:
+            self.head.replicator.stop(now=now)
+        if self.copying is not None and now:
+            self.copying.stop()
 
     def _new_follower(self) -> Follower:
         return Follower(
@@ -244,6 +275,7 @@ class Session:
         if self.head is not None:
             self.head.tell_opened(sorted(steps or ()))
             self.head.sweep()
+            self.head.replicator.opened(steps)
 
     def _known(self, steps: Iterable[int] | None) -> Known:
         incarnation = self.incarnation
@@ -311,6 +343,7 @@ class Session:
         if self.ended_by:
             return
         self.ended_by = by
+        self.stop_copying()
         error = self._superseded()
         if self.saves is not None:
             self.saves.end(error)
@@ -492,4 +525,5 @@ class Session:
             "superseded_by": self.ended_by or None,
             "address": self.nodes.address if self.nodes is not None else None,
             "nodes": self.world.node_names,
+            "remote": self.head.replicator.facts() if self.head is not None else None,
         }

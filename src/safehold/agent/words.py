@@ -101,6 +101,15 @@ class Saw(msgspec.Struct, tag="saw", frozen=True):
     error: dict[str, Any] | None = None
 
 
+class Copied(msgspec.Struct, tag="copied", frozen=True):
+    """A node has copied its share of a replication, or failed to; answers `Copy`."""
+
+    key: str
+    sent_bytes: int = 0
+    kept_bytes: int = 0
+    error: dict[str, Any] | None = None
+
+
 class Came(msgspec.Struct, tag="came", frozen=True):
     """Another agent came in the place of one that died: what that one had in flight is lost."""
 
@@ -183,6 +192,52 @@ class TellAgain(msgspec.Struct, tag="tell_again", frozen=True):
     """The node was lost to the lead, and is back: what either has told the other meanwhile may be lost. Tell what is in flight."""
 
 
+class Copying(msgspec.Struct, tag="copying", frozen=True):
+    """A replication is under way, or none is any more: nobody leaves while one is."""
+
+    active: bool
+
+
+class Copy(msgspec.Struct, tag="copy", frozen=True):
+    """Copy the files of these nodes of a checkpoint to the second place.
+
+    Attributes:
+        key: Names the replication, for `Copied` and `StopCopying`.
+        commit: Step, incarnation, attempt.
+        claim: The encoded record of the claim that the lead has taken.
+        nodes: Nodes of the checkpoint, as its manifest numbers them.
+    """
+
+    key: str
+    commit: list[int]
+    claim: bytes
+    nodes: list[int]
+
+
+class StopCopying(msgspec.Struct, tag="stop_copying", frozen=True):
+    """Give up what is copied under this key; `Copied` follows all the same."""
+
+    key: str
+
+
+class Replicated(msgspec.Struct, tag="replicated", frozen=True):
+    """A save is complete at the second place, too."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    figures: dict[str, float]
+
+
+class LeftOut(msgspec.Struct, tag="left_out", frozen=True):
+    """A save will not be replicated; `reason` says why."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    reason: str
+
+
 class ToRank(msgspec.Struct, tag="to_rank", frozen=True):
     """An answer for a trainer: an encoded reply."""
 
@@ -196,7 +251,9 @@ class ToAll(msgspec.Struct, tag="to_all", frozen=True):
     text: str
 
 
-Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Saw | Came
+Report = (
+    EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Saw | Copied | Came
+)
 Word = (
     SettleOld
     | SeeFile
@@ -209,6 +266,11 @@ Word = (
     | Announce
     | DropAnnounced
     | TellAgain
+    | Copying
+    | Copy
+    | StopCopying
+    | Replicated
+    | LeftOut
     | ToRank
     | ToAll
 )

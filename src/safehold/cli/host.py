@@ -14,7 +14,9 @@ from safehold.cli.output import clean, print_json, print_table, size_text, time_
 from safehold.cli.state import json_option
 
 if TYPE_CHECKING:
-    from safehold.host.runtime import AgentInfo
+    from safehold.host.runtime import AgentInfo, RunSlot
+
+STATUS_TIMEOUT_S = 2.0
 
 
 @click.command()
@@ -66,6 +68,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "log": str(slot.log_path),
                 **_fate(info if alive else None),
                 "extra": dict(info.extra) if info else {},
+                "remote": _remote(slot) if alive else None,
             }
         )
     if as_json:
@@ -74,7 +77,7 @@ def agents(show_all: bool, as_json: bool) -> None:
         click.echo("no agents", err=True)
     else:
         print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "LOG"],
+            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"],
             [_row(e) for e in entries],
             right="PID AGE LIMIT OOM",
         )
@@ -108,7 +111,33 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
         "" if adjustment is None else adjustment,
         clean(entry["control_group"] or ""),
     )
-    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, clean(entry["run"]), entry["log"]
+    run, remote = clean(entry["run"]), _remote_text(entry["remote"])
+    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, run, remote, entry["log"]
+
+
+def _remote(slot: RunSlot) -> dict[str, Any] | None:
+    """Ask the agent about the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
+    from safehold.agent.start import ask_status
+    from safehold.errors import CheckpointError
+
+    try:
+        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
+    except CheckpointError:
+        return None
+    found = session.get("remote") if isinstance(session, dict) else None
+    return dict(found) if isinstance(found, dict) else None
+
+
+def _remote_text(remote: dict[str, Any] | None) -> str:
+    if remote is None:
+        return ""
+    if remote["last_error"]:
+        return f"failed: {clean(remote['last_error'].splitlines()[0])}"
+    if remote["lag_checkpoints"]:
+        steps, seconds = remote["lag_steps"], remote["lag_seconds"]
+        lag = "nothing there yet" if steps is None else f"lag {steps} steps, {seconds:.0f} s"
+        return f"{lag}, copying {size_text(remote['copying_bytes'])}" if remote["copying_bytes"] else lag
+    return "" if remote["newest_step"] is None else f"has step {remote['newest_step']}"
 
 
 @click.group()

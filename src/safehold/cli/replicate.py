@@ -138,7 +138,12 @@ def status(run: str, url: str, as_json: bool) -> None:
         warn(f"{target.url}: {problem.path}: {problem.message}")
     rows = [_row(row) for row in seen.rows]
     if as_json:
-        lag = {"steps": seen.lag.steps, "seconds": seen.lag.seconds, "num_checkpoints": seen.lag.num_checkpoints}
+        lag = {
+            "steps": seen.lag.steps,
+            "seconds": seen.lag.seconds,
+            "num_checkpoints": seen.lag.num_checkpoints,
+            "num_bytes": seen.lag.num_bytes,
+        }
         places = {"here": opened.tier.url, "there": target.url, "run_id": opened.info.run_id}
         print_json({**places, "checkpoints": rows, "lag": lag, "num_set_aside": seen.num_set_aside})
         return
@@ -266,4 +271,4 @@ def _lag_text(lag: Any) -> str:
     minutes, seconds = divmod(round(span), 60)
     hours, minutes = divmod(minutes, 60)
     time = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-    return f"lag: {counted(lag.num_checkpoints, 'checkpoint')}, {counted(lag.steps, 'step')}, {time}"
+    return f"lag: {counted(lag.num_checkpoints, 'checkpoint')}, {counted(lag.steps, 'step')}, {time}, {size_text(lag.num_bytes)}"

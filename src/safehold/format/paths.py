@@ -37,6 +37,7 @@ _REDUNDANCY_SHARE = re.compile(r"redundancy-([0-9]{5,19})\.([0-9]{1,19})")
 _TOMBSTONE = re.compile(r"tombstone-([0-9]{1,19})\.json")
 _QUARANTINE = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.json")
 _REPLICATION = re.compile(r"([0-9]{9,19})-([0-9]{1,19})-([0-9]{1,19})\.([0-9]{1,19})\.json")
+_REPLICATION_SHARE = re.compile(_REPLICATION.pattern.removesuffix(r"\.json") + r"\.node-([0-9]{5,19})\.json")
 _PIN = re.compile(r"([0-9]{9,19})\.json")
 _LEASE = re.compile(r"([0-9]{9,19})-([0-9a-f]{32})\.json")
 _INCARNATION = re.compile(r"([0-9]{1,19})\.json")
@@ -247,6 +248,17 @@ def parse_replication(name: str) -> tuple[CommitId, int] | None:
     """Read the checkpoint and the number from the file name of a replication's record."""
     numbers = _all(_REPLICATION.fullmatch(name), (9, 1, 1, 1))
     return None if numbers is None else (CommitId(*numbers[:3]), numbers[3])
+
+
+def replication_share(commit: CommitId, number: int, node: int) -> str:
+    """Return the path of what one node of a job notes of a replication that several nodes carry out."""
+    return f"{replication(commit, number).removesuffix('.json')}.node-{_check(node):05d}.json"
+
+
+def parse_replication_share(name: str) -> tuple[CommitId, int, int] | None:
+    """Read checkpoint, number and node from the file name of a node's note."""
+    numbers = _all(_REPLICATION_SHARE.fullmatch(name), (9, 1, 1, 1, 5))
+    return None if numbers is None else (CommitId(*numbers[:3]), numbers[3], numbers[4])
 
 
 def _check(number: int) -> int:

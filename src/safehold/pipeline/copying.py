@@ -177,7 +177,7 @@ class Copier:
                 problem: BaseException | None = None
                 try:
                     self._trials.check()
-                    action(offset, buffer[: min(len(buffer), size_bytes - offset)])
+                    self._trials.work(lambda: action(offset, buffer[: min(len(buffer), size_bytes - offset)]))
                 except BaseException as exc:
                     problem = exc
                 finally:

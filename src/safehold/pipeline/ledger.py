@@ -420,7 +420,7 @@ def _read_again(tier: Tier, record: Incarnation, seen: Listing, clock: Clock, *,
     accepted, withdrawn = [], []
     for commit in sorted(record.accepted, reverse=True):
         view = seen.attempts.get(commit)
-        if view is None or not view.has_manifest:
+        if view is None:
             continue
         older = [stone for stone in view.tombstones if stone.incarnation < record.number]
         raced = [stone for stone in older if not _was_void(seen, stone, commit, first)]
@@ -428,7 +428,7 @@ def _read_again(tier: Tier, record: Incarnation, seen: Listing, clock: Clock, *,
             reason = f"was being deleted by incarnation {raced[0].incarnation} when this one was opened"
             bury(tier, commit, incarnation=record.number, reason=reason, clock=clock)
             withdrawn.append(commit)
-        elif len(older) == len(view.tombstones):
+        elif view.has_manifest and len(older) == len(view.tombstones):
             accepted.append(commit)
     return OpenedIncarnation(record=record, accepted=tuple(accepted), withdrawn=tuple(withdrawn))
 

@@ -15,11 +15,12 @@ from blake3 import blake3
 from safehold._version import __version__
 from safehold.clock import SYSTEM_CLOCK
 from safehold.config import Config
-from safehold.errors import ConfigurationError, TornFileError
+from safehold.errors import ConfigurationError, StorageError, TornFileError
 from safehold.events import EventStream
 from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
 from safehold.pipeline import agreement, joining, ledger, leftovers, sweep
+from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer
 from safehold.policy import belief
@@ -70,26 +71,49 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
         raise ConfigurationError(text, path=tier.url, hint="use another place for the run directory")
     up_to = _commit(arguments["up_to"]) if arguments["up_to"] else None
     exclude = {_commit(entry) for entry in arguments["exclude"]}
+    held = _held_afar(tier, arguments, up_to, exclude)
 
     def accept(listing: belief.Listing) -> list[CommitId]:
         chosen = belief.accepted_for_new(listing, up_to_step=up_to.step if up_to is not None else None, exclude=exclude)
-        if up_to is None or up_to in chosen:
-            return chosen
-        return [up_to if commit.step == up_to.step else commit for commit in chosen]
+        if up_to is not None and up_to not in chosen:
+            chosen = [up_to if commit.step == up_to.step else commit for commit in chosen]
+        steps = {commit.step for commit in chosen}
+        return chosen + [commit for commit in held if commit.step not in steps]
 
     notes = list(report.notes)
     if isinstance(tier, JoinedTier):
         notes += joining.heal(tier)
     opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
-    if opened.withdrawn:
-        steps = numbered("step", [commit.step for commit in opened.withdrawn])
+    withdrawn = [commit for commit in opened.withdrawn if commit not in held]
+    if withdrawn:
+        steps = numbered("step", [commit.step for commit in withdrawn])
         notes.append(f"not used: {steps}, which an older incarnation was deleting")
     return {
         "run_id": opened.record.run_id,
         "incarnation": opened.record.number,
         "steps": sorted({commit.step for commit in opened.accepted}),
+        "steps_afar": sorted({commit.step for commit in held}),
         "notes": notes,
     }
+
+
+def _held_afar(tier: Tier, arguments: dict[str, Any], up_to: CommitId | None, exclude: set[CommitId]) -> list[CommitId]:
+    """Return what the second place holds of this run: listed, so that it goes on to count there; absent here, so nothing else.
+
+    What retention is deleting here is un-committed again by the new incarnation, as whatever it lists and an older one was deleting.
+    """
+    held = arguments.get("held", [])
+    if held is None:  # there is a second place, and it gave no answer
+        if snapshots.identify(tier) is None:
+            raise StorageError(
+                "the run directory is empty, and the remote, which may hold this run, gives no answer",
+                path=tier.url,
+                tier=tier.name,
+                hint="start again once it answers; to begin a new run without its copy, leave out 'remote'",
+            )
+        return []
+    commits = [_commit(entry) for entry in held]
+    return [c for c in commits if c not in exclude and (up_to is None or c.step <= up_to.step)]
 
 
 def known(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
@@ -236,6 +260,7 @@ def retire(
         observer=observer,
         acknowledged={_commit(entry) for entry in arguments["acknowledged"]},
         given_up={_commit(entry) for entry in arguments["given_up"]},
+        leased={_commit(entry) for entry in arguments.get("leased", ())},
     )
     return {
         "uncommitted": [_wire(commit) for commit in swept.uncommitted],

@@ -3,7 +3,8 @@
 Invariants: the record with the highest number is at work. Whoever takes over creates the next number exclusively before it
 looks at a pack, and whoever commits asks for the highest number after all its packs are durable: so what was complete when a
 replication was allowed to commit is complete still, and is found so by who takes over. A pack is named as finished only once
-its bytes are durable, and never while it is being written.
+its bytes are durable, and never while it is being written. Where several nodes copy, each names its own packs in a file of its own,
+so that no file has two writers; whoever takes over reads them all.
 
 Must not live here: what is copied (`safehold.pipeline.replicate`).
 """
@@ -30,13 +31,19 @@ TAKE_ATTEMPTS = 16
 
 
 class Claim:
-    """The right to copy one checkpoint into one place; thread-safe. Made by `take`."""
+    """The right to copy one checkpoint into one place; thread-safe. Made by `take`, and for other nodes by `share`."""
 
-    def __init__(self, tier: Tier, record: Replication) -> None:
+    def __init__(self, tier: Tier, record: Replication, *, node: int | None = None) -> None:
         self._tier = tier
         self._record = record
+        self._node = node
         self._lock = threading.Lock()
         self._removed = False
+
+    @property
+    def record(self) -> Replication:
+        """What its file says."""
+        return self._record
 
     @property
     def finished(self) -> frozenset[str]:
@@ -85,20 +92,36 @@ class Claim:
 
     def remove(self) -> None:
         """Remove the records of this checkpoint up to the own one: it is committed, or discarded."""
-        for number in _numbers(self._tier, self._record.commit):
-            if number <= self._record.number:
-                self._tier.delete(paths.replication(self._record.commit, number))
+        _delete(self._tier, self._record.commit, self._record.number)
         self._removed = True
 
     def _write(self, *, finished: tuple[str, ...] | None = None, ended: bool = False) -> None:
         changed = self._record.finished if finished is None else finished
         record = msgspec.structs.replace(self._record, finished=changed, ended=ended)
-        self._tier.put(_path(record), records.encode_replication(record))
+        self._tier.put(_path(record, self._node), records.encode_replication(record))
         self._record = record
 
 
+def share(tier: Tier, record: Replication, node: int) -> Claim:
+    """Return what a node needs to copy its packs under a claim that another process has taken: it names them in a file of its own.
+
+    Args:
+        tier: The place.
+        record: The claim's record.
+        node: Which node of the job; no two copy under one claim with the same number.
+    """
+    return Claim(tier, record, node=node)
+
+
 def take(
-    tier: Tier, commit: CommitId, token: str, *, clock: Clock, host: str | None = None, pid: int | None = None
+    tier: Tier,
+    commit: CommitId,
+    token: str,
+    *,
+    clock: Clock,
+    host: str | None = None,
+    pid: int | None = None,
+    own_is_over: bool = False,
 ) -> Claim:
     """Become the one that copies a checkpoint into a place; durable when it returns.
 
@@ -109,6 +132,7 @@ def take(
         clock: Time, for the record.
         host: Name of this host; for tests.
         pid: Number of this process; for tests.
+        own_is_over: What this very process has claimed before is over.
 
     Raises:
         ConfigurationError: Another process of this host is at it, and alive. One of another host is superseded instead, since
@@ -121,7 +145,8 @@ def take(
         number, before = _highest(tier, commit)
         if before is not None and before.token == token:
             return _alone(tier, before)
-        if before is not None and not before.ended and before.host == host and _is_alive(before):
+        own = own_is_over and before is not None and before.pid == pid and before.pid_ticks == process.start_ticks(pid)
+        if before is not None and not own and not before.ended and before.host == host and _is_alive(before):
             raise ConfigurationError(
                 f"process {before.pid} of this host is copying this checkpoint there",
                 step=commit.step,
@@ -137,7 +162,7 @@ def take(
             pid=pid,
             pid_ticks=process.start_ticks(pid),
             created_s=clock.wall(),
-            finished=before.finished if before is not None else (),
+            finished=_finished(tier, commit, number) if before is not None else (),
         )
         try:
             tier.put(_path(record), records.encode_replication(record), exclusive=True)
@@ -159,10 +184,31 @@ def take(
 
 def _alone(tier: Tier, record: Replication) -> Claim:
     """Return a claim after the records that it replaces have gone."""
-    for old in _numbers(tier, record.commit):
-        if old < record.number:
-            tier.delete(paths.replication(record.commit, old))
+    _delete(tier, record.commit, record.number - 1)
     return Claim(tier, record)
+
+
+def _delete(tier: Tier, commit: CommitId, up_to: int) -> None:
+    """Delete the records of a checkpoint up to a number, what single nodes noted first."""
+    names = [entry.name for entry in tier.list(paths.REPLICATIONS)]
+    shares = [parsed for name in names if (parsed := paths.parse_replication_share(name)) is not None]
+    for of, number, node in shares:
+        if of == commit and number <= up_to:
+            tier.delete(paths.replication_share(commit, number, node))
+    for number in _numbers(tier, commit):
+        if number <= up_to:
+            tier.delete(paths.replication(commit, number))
+
+
+def _finished(tier: Tier, commit: CommitId, number: int) -> tuple[str, ...]:
+    """Return the packs that are complete and durable by the record of a number, or by what nodes noted under it."""
+    nodes = [
+        parsed[2]
+        for entry in tier.list(paths.REPLICATIONS)
+        if (parsed := paths.parse_replication_share(entry.name)) is not None and parsed[:2] == (commit, number)
+    ]
+    found = [_read(tier, commit, number, node) for node in (None, *nodes)]
+    return tuple(sorted({name for record in found if record is not None for name in record.finished}))
 
 
 def unfinished(tier: Tier) -> dict[CommitId, Replication | None]:
@@ -182,7 +228,9 @@ def is_at_work(record: Replication | None, *, host: str | None = None) -> bool:
     return record.host != (os.uname().nodename if host is None else host) or _is_alive(record)
 
 
-def _path(record: Replication) -> str:
+def _path(record: Replication, node: int | None = None) -> str:
+    if node is not None:
+        return paths.replication_share(record.commit, record.number, node)
     return paths.replication(record.commit, record.number)
 
 
@@ -197,8 +245,8 @@ def _highest(tier: Tier, commit: CommitId) -> tuple[int, Replication | None]:
     return number, _read(tier, commit, number) if number else None
 
 
-def _read(tier: Tier, commit: CommitId, number: int) -> Replication | None:
-    path = paths.replication(commit, number)
+def _read(tier: Tier, commit: CommitId, number: int, node: int | None = None) -> Replication | None:
+    path = paths.replication(commit, number) if node is None else paths.replication_share(commit, number, node)
     try:
         record = records.decode_replication(
             tier.get(path, limit_bytes=document.max_file_bytes("replication")), path=path

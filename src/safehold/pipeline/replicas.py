@@ -15,7 +15,7 @@ from safehold.errors import ConfigurationError, FormatVersionError, IntegrityErr
 from safehold.pipeline import replica_claim, sweep
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, CommitView
-from safehold.pipeline.replicate import is_complete
+from safehold.pipeline.replica_documents import is_complete
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import replication
 from safehold.policy.replication import Lag
@@ -76,7 +76,8 @@ class Survey:
         """How far the second place is behind."""
         views = [row.here for row in self.rows if row.here is not None]
         here = {view.commit: view.manifest.created_s for view in views if view.manifest is not None}
-        return replication.lag(here, self.complete)
+        sizes = {view.commit: view.manifest.total_bytes for view in views if view.manifest is not None}
+        return replication.lag(here, self.complete, sizes)
 
 
 def survey(source: Tier, target: Tier, *, patience_s: float = 0.2) -> Survey:
@@ -202,9 +203,14 @@ def sweep_partial(seen: Survey, target: Tier) -> list[CommitId]:
     What somebody may still be copying stays, and so does everything that no replication has begun.
     """
     believed = {row.commit for row in seen.rows if row.here is not None}
+    return sweep_left(believed, seen.there, target)
+
+
+def sweep_left(believed: Collection[CommitId], there: Snapshot, target: Tier) -> list[CommitId]:
+    """As `sweep_partial`, with what the source believes, and what was seen at the second place."""
     gone = []
     for commit, record in replica_claim.unfinished(target).items():
-        view = seen.there.listing.attempts.get(commit)
+        view = there.listing.attempts.get(commit)
         if commit in believed or replica_claim.is_at_work(record) or record is None:
             continue
         if view is not None and not view.has_manifest:

@@ -6,6 +6,7 @@ each operation anew. What is counted as sent or kept is told in order.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import TypeVar
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.errors import ConfigurationError, SkippedError, StorageError
 from safehold.format import crc
+from safehold.pipeline.pacing import Pacer
 from safehold.policy.replication import Allowance, backoff_s
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class Trials:
         progress: Told how far it is.
         clock: Time.
         rng: Spreads retries.
+        pacer: Keeps the work of all threads from taking time of training; None: nothing is trained here.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Trials:
         *,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.settings = settings
         self.cancelled = cancelled or threading.Event()
@@ -82,6 +86,7 @@ class Trials:
         self.kept_bytes = 0
         self._progress = progress
         self._clock = clock
+        self._pacer = pacer
         self._rng = rng or random.Random()
         self._allowance = Allowance(settings.rate_bytes_s)
         self._lock = threading.Lock()
@@ -117,6 +122,18 @@ class Trials:
         """Take back what was counted as sent of a pack that has to be sent again."""
         with self._lock:
             self.sent_bytes -= sent
+
+    def work(self, action: Callable[[], None]) -> None:
+        """Call what takes CPU time when it is this thread's turn beside training."""
+        if self._pacer is None:
+            action()
+            return
+        began = self._pacer.wait(self.cancelled, math.inf)
+        self.moved()
+        try:
+            action()
+        finally:
+            self._pacer.spent(began)
 
     def pace(self, num_bytes: int) -> None:
         """Wait until so many bytes may be sent."""

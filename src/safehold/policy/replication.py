@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safehold.format import paths
-from safehold.format.records import Incarnation, Manifest, NodeRecord, PackRecord
+from safehold.format.records import Incarnation, NodeRecord, PackRecord
 from safehold.policy import belief, retention
 from safehold.policy.belief import AttemptView, Listing
 from safehold.policy.retention import CommitFacts, Keep
@@ -49,9 +49,9 @@ class DataFile:
         return self.path.rpartition("/")[2]
 
 
-def data_files(manifest: Manifest, records: Mapping[int, NodeRecord]) -> list[DataFile]:
-    """Return packs and objects of a checkpoint, the largest first, since several are copied at a time."""
-    directory = paths.checkpoint_dir(manifest.commit)
+def data_files(commit: CommitId, records: Mapping[int, NodeRecord]) -> list[DataFile]:
+    """Return packs and objects of some nodes of a checkpoint, the largest first, since several are copied at a time."""
+    directory = paths.checkpoint_dir(commit)
     found = []
     for node, record in records.items():
         for pack in record.packs:
@@ -104,6 +104,15 @@ def holding(listing: Listing, commit: CommitId) -> bool:
     return view is not None and any(not belief.is_void(listing, stone, commit) for stone in view.tombstones)
 
 
+def counting(here: Listing, there: Listing) -> list[CommitId]:
+    """Return what the second place has and this run has committed, newest first, whether it is still at the source or not.
+
+    That is what counts there by the source's incarnations, which are the newer ones: a job that was restarted has listed in
+    them what it went on from. The source's tombstones say nothing of the copies.
+    """
+    return belief.believed(Listing(incarnations={**there.incarnations, **here.incarnations}, attempts=there.attempts))
+
+
 def to_send(
     here: Sequence[CommitFacts],
     there: Collection[CommitId],
@@ -134,6 +143,16 @@ def to_send(
     return [commit for commit in wanted if commit not in there]
 
 
+def shares(nodes: Collection[int], num_nodes: int) -> list[list[int]]:
+    """Return which nodes' files each node of a job copies: its own; those of a larger job before it are spread over all.
+
+    Args:
+        nodes: The nodes of the checkpoint.
+        num_nodes: Nodes of the job that copies.
+    """
+    return [[node for node in sorted(nodes) if node % num_nodes == here] for here in range(num_nodes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
     """How far a second place is behind.
@@ -142,29 +161,40 @@ class Lag:
         steps: Steps between the newest checkpoints here and there; None: there is none there.
         seconds: Seconds between their commits.
         num_checkpoints: How many checkpoints here are newer than the newest there.
+        num_bytes: What these have in all, as far as it was told.
     """
 
     steps: int | None
     seconds: float | None
     num_checkpoints: int
+    num_bytes: int = 0
 
 
-def lag(here: Mapping[CommitId, float], there: Collection[CommitId]) -> Lag:
+def lag(
+    here: Mapping[CommitId, float], there: Collection[CommitId], sizes: Mapping[CommitId, int] | None = None
+) -> Lag:
     """Compare two places.
 
     Args:
         here: Believed checkpoint of the source -> when it was committed, seconds since the epoch.
         there: Those that the second place has complete; what the source does not know is left out of account.
+        sizes: Bytes of the source's checkpoints.
     """
+    sizes = sizes or {}
     if not here:
         return Lag(steps=0, seconds=0.0, num_checkpoints=0)
     newest = max(here)
     common = [commit for commit in there if commit in here]
     if not common:
-        return Lag(steps=None, seconds=None, num_checkpoints=len(here))
+        return Lag(steps=None, seconds=None, num_checkpoints=len(here), num_bytes=sum(sizes.get(c, 0) for c in here))
     last = max(common)
-    behind = sum(commit > last for commit in here)
-    return Lag(steps=newest.step - last.step, seconds=max(0.0, here[newest] - here[last]), num_checkpoints=behind)
+    behind = [commit for commit in here if commit > last]
+    return Lag(
+        steps=newest.step - last.step,
+        seconds=max(0.0, here[newest] - here[last]),
+        num_checkpoints=len(behind),
+        num_bytes=sum(sizes.get(commit, 0) for commit in behind),
+    )
 
 
 class Allowance:

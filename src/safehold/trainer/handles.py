@@ -15,7 +15,7 @@ from typing import Literal
 from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, SkippedError
 
 State = Literal["staging", "staged", "durable", "failed", "skipped"]
-TIERS = ("memory", "flash")
+TIERS = ("memory", "flash", "remote")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,12 @@ class SaveHandle:
         attempt: Counts repeated saves of one step in one incarnation.
     """
 
-    def __init__(self, step: int, attempt: int, *, flush_timeout_s: float) -> None:
+    def __init__(self, step: int, attempt: int, *, flush_timeout_s: float, remote_timeout_s: float = 0.0) -> None:
         self.step = step
         self.attempt = attempt
-        self._flush_timeout_s = flush_timeout_s
+        self._flush_timeout_s, self._remote_timeout_s = flush_timeout_s, remote_timeout_s
+        self._is_replicated = False
+        self._remote_error: CheckpointError | None = None
         self._state: State = "staging"
         self._error: CheckpointError | None = None
         self._figures = Figures()
@@ -82,6 +84,11 @@ class SaveHandle:
     def durable(self) -> bool:
         """Whether the checkpoint is committed: data, directory entries and manifest are on storage."""
         return self._state == "durable"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the checkpoint is complete at the second place, too."""
+        return self._is_replicated
 
     @property
     def failed(self) -> bool:
@@ -118,25 +125,42 @@ class SaveHandle:
         """Wait until the checkpoint is durable.
 
         Args:
-            timeout_s: None: the flush deadline.
-            tier: None: the run's own tier. `memory`: until staged; `flash`: until committed there.
+            timeout_s: None: the flush deadline; with `remote` that and `remote_timeout_s`.
+            tier: None: the run's own tier. `memory`: until staged; `flash`: until committed there; `remote`: until it is
+                complete at the second place.
 
         Raises:
             DeadlineError: It was not durable in time; it may become so later.
-            CheckpointError: The save failed or was skipped.
+            SkippedError: It was skipped; with `remote` also where a newer one is replicated in its place.
+            CheckpointError: The save failed.
             ConfigurationError: There is no such tier.
         """
-        if tier is not None and tier not in TIERS:
-            raise ConfigurationError(f"this run has no tier {tier!r}", hint=f"tiers: {', '.join(TIERS)}")
+        tiers = TIERS if self._remote_timeout_s else TIERS[:-1]
+        if tier is not None and tier not in tiers:
+            raise ConfigurationError(f"this run has no tier {tier!r}", hint=f"tiers: {', '.join(tiers)}")
+        if tier == "remote":
+            self._wait_remote(timeout_s)
+            return
         limit = self._flush_timeout_s if timeout_s is None else timeout_s
         if tier == "memory":
             self.wait_staged(limit)
         else:
             self._wait(lambda: self._state not in ("staging", "staged"), limit, limit, "durable")
 
-    def _wait_over(self, timeout_s: float, told_s: float) -> None:
+    def _wait_remote(self, timeout_s: float | None) -> None:
+        limit = self._flush_timeout_s + self._remote_timeout_s if timeout_s is None else timeout_s
+        ends = time.monotonic() + limit
+        self._wait(lambda: self._state not in ("staging", "staged"), limit, limit, "durable")
+        self._wait_over(max(0.0, ends - time.monotonic()), limit, remote=True)
+        if self._remote_error is not None:
+            raise self._remote_error
+
+    def _wait_over(self, timeout_s: float, told_s: float, *, remote: bool = False) -> None:
         """Wait until it is known what became of it, which is not raised; `told_s` is the limit that the user knows."""
         with self._changed:
+            if remote:
+                self._await(self._is_copy_over, timeout_s, told_s, "replicated")
+                return
             self._await(lambda: self._state not in ("staging", "staged"), timeout_s, told_s, "durable")
 
     def _wait(self, reached: Callable[[], bool], timeout_s: float, told_s: float, word: str) -> None:
@@ -171,19 +195,30 @@ class SaveHandle:
             self._changed.notify_all()
             return True
 
+    def _copied(self, error: CheckpointError | None) -> None:
+        """It is complete at the second place, or why it will not be."""
+        with self._changed:
+            if not self._is_replicated and self._remote_error is None:
+                self._is_replicated, self._remote_error = error is None, error
+                self._changed.notify_all()
+
+    def _is_copy_over(self) -> bool:
+        gone = self._state in ("failed", "skipped")
+        return gone or self._is_replicated or self._remote_error is not None
+
     def _add_pause(self, seconds: float) -> None:
         """Note that training waited for it once more."""
         with self._changed:
             self._figures = replace(self._figures, pause_s=self._figures.pause_s + seconds)
 
 
-def wait_all(handles: Iterable[SaveHandle], limit_s: float) -> DeadlineError | None:
-    """Wait until it is known what became of all of them; returns the error of the first that was late."""
+def wait_all(handles: Iterable[SaveHandle], limit_s: float, *, remote: bool = False) -> DeadlineError | None:
+    """Wait until it is known what became of all of them (of their copies, if `remote`); returns the error of the first that was late."""
     deadline = time.monotonic() + limit_s
     late: DeadlineError | None = None
     for handle in handles:
         try:
-            handle._wait_over(max(0.0, deadline - time.monotonic()), limit_s)
+            handle._wait_over(max(0.0, deadline - time.monotonic()), limit_s, remote=remote)
         except DeadlineError as exc:
             late = late or exc
     return late

@@ -110,3 +110,11 @@ def headroom_bytes(leaves: Leaves) -> int:
                 tensor = local() if local is not None else param
                 extra += copies * tensor.numel() * tensor.element_size() + 64 * copies
     return extra
+
+
+def quietly(prepare: Callable[[], None]) -> None:
+    """Prepare where nobody has asked for it; what stands in the way is raised by the save that needs it."""
+    try:
+        prepare()
+    except Exception as exc:
+        log.warning("safehold: preparing for saves failed: %s", exc, exc_info=not isinstance(exc, CheckpointError))

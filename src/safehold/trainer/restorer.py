@@ -57,7 +57,7 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: `memory`, `flash`, or both joined by `+`.
+        source: `memory`, `flash`, or both joined by `+`; `remote` instead of `flash` if it was fetched from there first.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
     """
@@ -366,12 +366,13 @@ class Restorer:
         for text in figures.replaced:
             log.warning("safehold: replaced by another source: %s", text)
         assert attempt.offer.step is not None
+        names, fetched = figures.bytes_by_source, attempt.offer.fetched
         return RestoreReport(
             step=attempt.offer.step,
             seconds=time.perf_counter() - started,
             read_s=figures.seconds,
             bytes=figures.bytes,
-            source="+".join(sorted(figures.bytes_by_source)) or "none",
+            source="+".join(sorted("remote" if name == "flash" and fetched else name for name in names)) or "none",
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
         )

@@ -43,6 +43,7 @@ from safehold.trainer.connection import COME_BACK_PAUSE_S, Reconnector, Run
 from safehold.trainer.failures import Failures, interrupted
 from safehold.trainer.handles import SaveHandle
 from safehold.trainer.preparing import Preparing, headroom_bytes, leaves_of
+from safehold.trainer.remote import RemoteWaits, new_handle
 from safehold.types import TensorSpec
 
 log = logging.getLogger("safehold")
@@ -88,6 +89,7 @@ class Saver:
         self._connection = 0
         self._seq = 0
         self.alone = Alone()
+        self.remote = RemoteWaits(config, rank=rank, events=events)
         self._arena = ArenaWriter(run, config)
         self._preparing = Preparing(run, self._arena, config)
         self._registering = threading.Lock()
@@ -103,6 +105,8 @@ class Saver:
     def notify(self, reply: m.Reply) -> None:
         """Take a notification of the agent."""
         match reply:
+            case m.Durable(tier="remote") | m.LeftOut():
+                self.remote.take(reply)
             case m.Durable():
                 self._durable(reply)
             case m.SaveFailed():
@@ -192,6 +196,7 @@ class Saver:
         with self._lock:
             handle = self._open.pop((step, attempt), None)
         if handle is not None and handle._advance("failed", error=error):
+            self.remote.failed(handle)
             self._failures.add(error, raised=raised)
             self._events.emit("save", "failed", step=step, rank=self._rank, error=str(error))
 
@@ -244,7 +249,8 @@ class Saver:
         """Save; see `Checkpointer.save`."""
         started = time.perf_counter()
         attempt = self._attempts[step] = self._attempts.get(step, -1) + 1
-        handle = SaveHandle(step, attempt, flush_timeout_s=self._config.flush_timeout_s)
+        handle = new_handle(step, attempt, self._config)
+        self.remote.follow(handle)
         handle._on_raised = self._failures.forget
         with self._lock:
             self._open[step, attempt] = handle

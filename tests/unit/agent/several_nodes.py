@@ -75,6 +75,7 @@ class Job:
         self.events.subscribe(self.heard.append)
         self.wires: dict[str, Wire] = {}
         self.flushers = [FakeFlusher({"sweep": {}, "cancel": True, "abandon": None}) for _ in self.names]
+        self.copiers = [FakeFlusher({"copy_cancel": True, "copy_leave": None}) for _ in self.names]
         self.pools = [ArenaPool(self.work.post, 0, released=flusher.forget) for flusher in self.flushers]
         self.settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then()
         self.sessions = [self.start(node) for node in range(num_nodes)]
@@ -117,6 +118,7 @@ class Job:
             events=self.events,
             make_network=make,
             settle_old=lambda *args: self.settle_old(*args),
+            copier=self.copiers[node] if self.settings.get("remote") else None,
         )
 
     def attach(self, rank: int, incarnation: int = 0) -> Any:

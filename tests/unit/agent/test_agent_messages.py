@@ -49,6 +49,7 @@ REPLIES = [
     m.Status(11, {"pid": 1, "session": None}),
     m.Settled({"groups": []}),
     m.Durable(10, 1, "flash", {"bytes": 1.0}),
+    m.LeftOut(10, 1, "a newer one came"),
     m.SaveFailed(10, 1, ERROR),
     m.Superseded(5),
     m.Note("text"),

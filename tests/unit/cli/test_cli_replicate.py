@@ -160,7 +160,9 @@ def test_status(run: RunDir, there: Path, safehold):
     value = safehold("status", run.root, "--to", there, "--json").json
     assert [(e["step"], e["here"], e["there"]) for e in value["checkpoints"]] == [(20, "yes", "no"), (10, "yes", "yes")]
     assert value["checkpoints"][1]["there_bytes"] == value["checkpoints"][1]["here_bytes"] > 0
-    assert value["lag"] == {"steps": 10, "seconds": 60.0, "num_checkpoints": 1} and value["run_id"] == run.run_id
+    newest = value["checkpoints"][0]["total_bytes"]
+    assert value["lag"] == {"steps": 10, "seconds": 60.0, "num_checkpoints": 1, "num_bytes": newest}
+    assert value["run_id"] == run.run_id
     assert value["num_set_aside"] == 0
     safehold("replicate", run.root, "--to", there)
     assert "lag: none" in safehold("status", run.root, "--to", there).out

@@ -26,6 +26,9 @@ def test_the_layout_of_a_run_directory() -> None:
     assert paths.replication(COMMIT, 2) == "replication/000000010-3-0.2.json"
     assert paths.parse_replication("000000010-3-0.2.json") == (COMMIT, 2)
     assert paths.parse_replication("000000010-3-0.02.json") is None
+    assert paths.replication_share(COMMIT, 2, 7) == "replication/000000010-3-0.2.node-00007.json"
+    assert paths.parse_replication_share("000000010-3-0.2.node-00007.json") == (COMMIT, 2, 7)
+    assert paths.parse_replication("000000010-3-0.2.node-00007.json") is None
 
 
 @pytest.mark.parametrize("step", [0, 10, 9900, 10000, 999_999_999, 1_000_000_000, 2**63 - 1])

@@ -67,7 +67,7 @@ def test_files_are_packs_and_objects_the_largest_first() -> None:
         library="x",
     )
     records = {0: record(0, pack(0, 0, 0, 10), pack(0, 0, 1, 30)), 1: record(1, pack(1, 1, 0, 20), objects=15)}
-    files = replication.data_files(manifest, records)
+    files = replication.data_files(manifest.commit, records)
     assert [(file.name, file.size_bytes) for file in files] == [
         ("00000-00000.1.safetensors", 30),
         ("00001-00001.0.safetensors", 20),

@@ -305,7 +305,7 @@ def test_close_drains_and_may_be_called_twice(make: Make) -> None:
 def test_an_error_in_the_block_is_not_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), make() as ckpt:
         handle = ckpt.save(1, {"w": torch.zeros(3)})
-        monkeypatch.setattr(ckpt, "wait", lambda timeout_s=None: (_ for _ in ()).throw(StorageError("no")))
+        monkeypatch.setattr(ckpt, "wait", lambda *_, **__: (_ for _ in ()).throw(StorageError("no")))
         raise ZeroDivisionError
     assert handle.step == 1 and ckpt._closed
 
