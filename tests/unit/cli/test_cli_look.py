@@ -259,7 +259,7 @@ def test_agents(safehold, tmp_path):
             assert entry["oom_score_adj"] == int(file.read())
         assert entry["control_group"].startswith("/")
         head, row = safehold("agents").out.splitlines()
-        assert head.split()[-5:] == ["LIMIT", "OOM", "GROUP", "RUN", "LOG"] and entry["control_group"] in row
+        assert head.split()[-6:] == ["LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"] and entry["control_group"] in row
 
 
 def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):
