@@ -18,6 +18,7 @@ from safehold.agent.announcer import Announcer
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
+from safehold.agent.means import Spawn, in_thread
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.ranks_afar import RankAfar
 from safehold.agent.restores import Restores
@@ -78,6 +79,7 @@ class Head:
         memory_of: Returns the local arenas that hold a commit.
         send: Tells another node, if it can be reached.
         post: Runs a function in the dispatcher.
+        spawn: Has planning done beside it.
     """
 
     def __init__(
@@ -94,9 +96,10 @@ class Head:
         post: Post,
         clock: Clock,
         events: EventStream,
+        spawn: Spawn = in_thread,
     ) -> None:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
-        self._post, self._clock, self._events = post, clock, events
+        self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         world = here.world
         self._ranks_of = {node: world.ranks_of(node) for node in range(len(world.node_names))}
         self._parts = AllParts(own_parts, ask=self._ask_part)
@@ -158,6 +161,7 @@ class Head:
             post=self._post,
             clock=self._clock,
             events=self._events,
+            spawn=self._spawn,
         )
         self.announcer.restart()
 

@@ -27,6 +27,7 @@ from safehold.agent.connection import Connection
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
+from safehold.agent.means import REAL, Means
 from safehold.agent.net.seam import Listeners
 from safehold.agent.nodes import MeetingNetwork
 from safehold.agent.session import Session
@@ -62,12 +63,20 @@ class AgentServer:
         log_fd: Log, for flushers.
         events: The agent's event stream.
         clock: Time.
+        means: Threads and control words of sessions.
     """
 
     def __init__(
-        self, url: str, listener: Listener, *, log_fd: int | None, events: EventStream, clock: Clock = SYSTEM_CLOCK
+        self,
+        url: str,
+        listener: Listener,
+        *,
+        log_fd: int | None,
+        events: EventStream,
+        clock: Clock = SYSTEM_CLOCK,
+        means: Means = REAL,
     ) -> None:
-        self.url = url
+        self.url, self._means = url, means
         self._listener, self._log_fd, self._events, self._clock = listener, log_fd, events, clock
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
@@ -335,7 +344,11 @@ class AgentServer:
                 log_fd=self._log_fd,
             )
             self._pool = ArenaPool(
-                self.post, self._config.memory_budget_bytes, released=flusher.forget, nice=self._config.flush_nice
+                self.post,
+                self._config.memory_budget_bytes,
+                released=flusher.forget,
+                nice=self._config.flush_nice,
+                spawn=self._means.spawn,
             )
         session = Session(
             hello,
@@ -347,6 +360,7 @@ class AgentServer:
             make_network=self._make_network,
             on_opened=self._opened_elsewhere,
             settle_old=self._settle_old,
+            means=self._means,
         )
         self._sessions[session.token] = session
         return session

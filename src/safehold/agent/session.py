@@ -20,6 +20,7 @@ from safehold.agent.follower import Follower
 from safehold.agent.head import Head, dropped, specs_of
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
+from safehold.agent.means import REAL, Means
 from safehold.agent.memory_checks import MemoryChecks
 from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
@@ -61,6 +62,7 @@ class Session:
         make_network: Makes the way to other nodes, where there are any.
         on_opened: Told of an incarnation that a lead elsewhere has opened: (this session, the committed steps).
         settle_old: Has the job before settle what it has in flight here: (this session, then, seconds).
+        means: Threads and control words.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Session:
         make_network: MakeNetwork = _no_network,
         on_opened: Callable[[Session, list[int]], None] = lambda *_: None,
         settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then(),
+        means: Means = REAL,
     ) -> None:
         self.world = hello.world
         self.token = hello.world.token
@@ -84,11 +87,11 @@ class Session:
         self.node = hello.world.node_of[hello.rank]
         self.local_ranks = hello.world.ranks_of(self.node)
         self.pool, self.flusher = pool, flusher
-        self._post, self._clock, self._events = post, clock, events
+        self._post, self._clock, self._events, self._means = post, clock, events, means
         self._on_opened, self._settle_old = on_opened, settle_old
         self.peers: dict[int, Peer] = {}
         self.controls: dict[int, RankControl] = {}
-        self.node_control = NodeControl.create()
+        self.node_control = means.node_control()
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
         self.disorderly: set[int] = set()
@@ -143,6 +146,7 @@ class Session:
             back=self._node_back,
             post=self._post,
             events=self._events,
+            spawn=self._means.spawn,
         )
 
     def _new_head(self) -> Head:
@@ -158,6 +162,7 @@ class Session:
             post=self._post,
             clock=self._clock,
             events=self._events,
+            spawn=self._means.spawn,
         )
 
     def _new_follower(self) -> Follower:
@@ -191,7 +196,7 @@ class Session:
         self._up.event(protocol.RankBack(rank=hello.rank), self.incarnation)
         control = self.controls.get(hello.rank)
         if control is None:
-            control = self.controls[hello.rank] = RankControl.create()
+            control = self.controls[hello.rank] = self._means.rank_control()
         return control, self.node_control
 
     def detach(self, rank: int, peer: Peer, *, orderly: bool, pid: int = 0) -> None:
