@@ -101,7 +101,7 @@ class Head:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
         self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         world = here.world
-        self._ranks_of = {node: world.ranks_of(node) for node in range(len(world.node_names))}
+        self._ranks_of = dict(enumerate(world.ranks_by_node()))
         self._parts = AllParts(own_parts, ask=self._ask_part)
         self._retention = Retention(keep, flusher=flusher, config=config, maintained=self._maintained)
         self._undeclared: dict[int, list[TensorSpec]] = {}

@@ -250,29 +250,37 @@ class Checks:
 
     # -- memory ------------------------------------------------------------------------------------------------------------
 
-    def check_memory(self) -> None:
+    def check_memory(self, *, everywhere: bool = False) -> None:
         """Is what agents keep bounded?"""
         setting = self._world.setting
         bound = 4000 + 400 * setting.ranks_per_node + 60 * setting.world_size
-        for agent in self._world.agents():
+        agents = self._world.agents()
+        for agent in agents if everywhere else agents[:1] + agents[-1:]:
             found = footprint(agent)
             self.largest = max(self.largest, found)
             if found > bound:
                 raise self._timeline.violation(f"{agent.process.name} keeps {found} things, more than {bound}")
 
-    def at_end(self) -> None:
-        """The faults have ended, and saves succeed again."""
-        self.check_memory()
+    def unrest(self) -> str | None:
+        """Say what is still under way although no rank makes a step any more; None if all is at rest."""
         job = self._world.job
         assert job is not None
-        if any(handle.state == "open" for trainer in job.trainers for handle in trainer.handles.values()):
-            raise self._timeline.violation("a save has no verdict although everything has come to rest")
+        if any(trainer.handles for trainer in job.trainers):
+            return "a save has no verdict"
         for agent in self._world.agents():
             name, busy = agent.process.name, [arena.rank for arena in agent.pool.all_arenas() if arena.busy]
             if busy:
-                raise self._timeline.violation(f"{name}: the arenas of ranks {busy} are never freed")
+                return f"{name}: the arenas of ranks {busy} are not freed"
             if agent.current is not None and agent.current.num_open:
-                raise self._timeline.violation(f"{name}: {agent.current.num_open} saves are never over")
+                return f"{name}: {agent.current.num_open} saves are not over"
+        return None
+
+    def at_end(self) -> None:
+        """The faults have ended, and saves succeed again."""
+        self.check_memory(everywhere=True)
+        unrest = self.unrest()
+        if unrest is not None:
+            raise self._timeline.violation(f"{unrest}, although nothing happens any more")
 
 
 def _rolled_back_to(record: Incarnation) -> int | None:

@@ -50,6 +50,11 @@ class WorldFlusher(Flusher):
         )
         self._world, self._machine, self._agent, self._dispatch = world, machine, agent, dispatch
 
+    @property
+    def process(self) -> Process | None:
+        """Where it runs, if it does."""
+        return self._process.process if isinstance(self._process, FlusherEnd) else None
+
     def _ensure(self) -> Channel:
         if self._channel is not None:
             return self._channel

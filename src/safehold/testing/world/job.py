@@ -51,6 +51,10 @@ class Job:
         for trainer in self.trainers:
             trainer.run(trainer.life())
 
+    def all_addresses(self) -> list[str]:
+        """Return where the agents listen, by node, once all ranks know theirs."""
+        return [self.addresses[min(ranks)] for ranks in self.wire.ranks_by_node()]
+
     # -- what ranks wait for ---------------------------------------------------------------------------------------------
 
     def met(self, trainer: Trainer, gate: str) -> Callable[[Answer], None]:

@@ -197,6 +197,11 @@ class Agent(AgentServer):
         return self._current
 
     @property
+    def flusher_process(self) -> Process | None:
+        """Where its flusher runs, if it does."""
+        return self._flusher.process if isinstance(self._flusher, WorldFlusher) else None
+
+    @property
     def pool(self) -> WorldPool:
         """Its arenas."""
         assert isinstance(self._pool, WorldPool)

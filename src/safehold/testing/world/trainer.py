@@ -221,7 +221,7 @@ class Trainer:
         job.addresses[self.rank] = welcome.address
         yield job.met(self, "connected")
         if len(job.machines) > 1:
-            self._addresses = [job.addresses[min(job.wire.ranks_of(node))] for node in range(len(job.machines))]
+            self._addresses = job.all_addresses()
             yield self.asks(m.Meet(0, self._addresses), config["request_timeout_s"])
             yield job.met(self, "met")
         if self.rank == 0:
