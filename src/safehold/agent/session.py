@@ -344,6 +344,8 @@ class Session:
             case m.Prepare():
                 self._prepare(peer, message)
             case m.Begin():
+                if self._follower is not None and self._follower.lost is not None:
+                    raise self._follower.lost_error()  # nobody would ever decide about it
                 self._open_saves(peer).begin(peer, message)
                 self._up.begins(message.step, peer.rank)
             case m.Staged():
@@ -542,6 +544,8 @@ class Session:
         joining, self._joining = self._joining, []
         for peer, message in joining:
             peer.refuse(message.id, error)
+        for peer, begin in self.saves.take_held() if self.saves is not None else ():
+            peer.refuse(begin.id, error)
         for step, attempt in self.saves.open_saves() if self.saves is not None else ():
             self._given_up.append((step, attempt))
             wire = {**error.to_wire(), "step": step}
@@ -557,14 +561,23 @@ class Session:
                 error = RankLostError("the node had lost its lead, and gave the save up", step=step)
                 event = protocol.NodeFailed(step=step, attempt=attempt, node=self.node, error=error)
                 self._up.event(event, self.incarnation)
+            self._tell_what_is_open()  # what was said meanwhile was dropped
 
     def _tell_again(self) -> None:
         """The lead had lost this node: whatever was on its way to either is told once more, or ends."""
         assert self._follower is not None
+        lost = self._follower.lost
         self._follower.lead_lost(
-            RankLostError("it had lost this node for a while", node=self.world.node_names[self.node])
+            lost or RankLostError("it had lost this node for a while", node=self.world.node_names[self.node])
         )
-        self._follower.lead_back()
+        if lost is None:  # else it can speak to us, and we cannot answer yet
+            self._follower.lead_back()
+            self._tell_what_is_open()
+
+    def _tell_what_is_open(self) -> None:
+        for rank in self.local_ranks:
+            event = protocol.RankBack(rank=rank) if rank in self.peers else protocol.RankGone(rank=rank)
+            self._up.event(event, self.incarnation)
         if self.saves is not None:
             self.saves.tell_again()
         if len(self._undeclared) == len(self.local_ranks):
