@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from safehold.testing.world.world import World
 
 FOOTPRINT_EVERY = 20000
+SAVES_REMEMBERED = 4096
 ROLLED_BACK = "restored step "
 
 
@@ -116,16 +117,24 @@ class Checks:
 
     def offered(self, trainer: Trainer, offer: m.RestoreOffer) -> None:
         """A rank is offered a checkpoint."""
+        newest = max(
+            (commit for commit in self.believed if self.told.get(commit, self._timeline.now) < trainer.asked_at),
+            default=None,
+        )
         if offer.step is None:
-            if self.told:
-                raise self._timeline.violation(f"nothing was offered, and {max(self.told)} was told to be durable")
+            if newest is not None:
+                raise self._timeline.violation(f"nothing was offered, and {newest} was told to be durable")
             return
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
+        if newest is not None and commit < newest and trainer.job.restore_step is None:
+            raise self._timeline.violation(f"{commit} was offered, and {newest} was told to be durable before")
         if trainer.line is None:
             return
         for arena in trainer.line.agent.pool.holding(commit):
             found = self._world.shared.arenas[arena.fd].content
-            if arena.rank in offer.memory and found != content_of(offer.incarnation, offer.step, offer.attempt, arena.rank):
+            if arena.rank in offer.memory and found != content_of(
+                offer.incarnation, offer.step, offer.attempt, arena.rank
+            ):
                 raise self._timeline.violation(f"memory of rank {arena.rank} is offered as {commit}, and holds {found}")
 
     def num_whole_since(self, when: float) -> int:
@@ -209,7 +218,7 @@ class Checks:
         return records.decode_manifest(data, path=path)
 
     def _check_bytes(self, commit: CommitId) -> None:
-        """A checkpoint is believed: are its bytes there?"""
+        """A checkpoint is believed: its bytes must be there."""
         storage, directory = self._world.storage, paths.checkpoint_dir(commit)
         ranks = set()
         for ref in self._manifest(commit).nodes:
@@ -251,9 +260,10 @@ class Checks:
     # -- memory ------------------------------------------------------------------------------------------------------------
 
     def check_memory(self, *, everywhere: bool = False) -> None:
-        """Is what agents keep bounded?"""
+        """What agents keep is bounded."""
         setting = self._world.setting
-        bound = 4000 + 400 * setting.ranks_per_node + 60 * setting.world_size
+        begun = min(self._count // setting.world_size, SAVES_REMEMBERED)
+        bound = 600 + 60 * setting.ranks_per_node + 20 * setting.world_size + 4 * begun
         agents = self._world.agents()
         for agent in agents if everywhere else agents[:1] + agents[-1:]:
             found = footprint(agent)
@@ -281,6 +291,9 @@ class Checks:
         unrest = self.unrest()
         if unrest is not None:
             raise self._timeline.violation(f"{unrest}, although nothing happens any more")
+        for agent in self._world.agents():
+            if not agent.has_trainers:
+                raise self._timeline.violation(f"{agent.process.name} has no trainers, and does not leave")
 
 
 def _rolled_back_to(record: Incarnation) -> int | None:

@@ -35,6 +35,7 @@ class Faults:
             "machine stops": self.machine_stops,
             "agent stops": self.agent_stops,
             "job twice": self.job_twice,
+            "roll back": self.roll_back,
             "cut": self.cut,
             "split": self.split,
             "slow network": self.slow_network,
@@ -154,6 +155,18 @@ class Faults:
         job = self._world.job
         if job is not None:
             self._world.launcher.start()
+
+    def roll_back(self) -> None:
+        """The job ends, and goes on from an older checkpoint."""
+        job, believed = self._world.job, self._world.checks.believed
+        if job is not None and believed:
+            job.end()
+            step = self._timeline.chance.choice(believed).step
+            self._timeline.at(2.0, None, lambda: self._start_at(step))
+
+    def _start_at(self, step: int) -> None:
+        if any(commit.step == step for commit in self._world.checks.believed):
+            self._world.launcher.start(restore_step=step)
 
     # -- network and storage -----------------------------------------------------------------------------------------------
 

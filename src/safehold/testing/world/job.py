@@ -1,7 +1,7 @@
 """One start of the job, and the launcher that starts it again: ranks on machines, their exchange at the start, steps in lockstep.
 
 Invariants: as under a launcher, the death of one rank ends all, soon; so does standing still for long. A machine that died is replaced
-by a spare one. What the launcher cannot reach (a stopped machine) it takes for dead: its processes may go on later, beside the new start.
+by a spare one. What stands still cannot be killed: it may go on later, beside the next start.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Job:
         is_over: Whether it has ended.
         is_training: Whether all ranks are restored.
         step: The last step that all ranks have reached.
+        phase: What all ranks have done of their start: `connected`, `met`, `opened`, `joined`.
         opened: What opening the run gave.
         restore_step: What its ranks ask to restore; None: the newest.
     """
@@ -44,6 +45,7 @@ class Job:
         self.opened: m.RunOpened = m.RunOpened(0, "", 0, None, [])
         self.is_over = self.is_training = False
         self.step = 0
+        self.phase = "begun"
         self.moved_at = world.timeline.now
         self._gates: dict[str, dict[int, tuple[Trainer, Answer]]] = {}
         self._restored: dict[int, int] = {}
@@ -82,6 +84,8 @@ class Job:
         self.moved_at = self.world.timeline.now
         if step is not None:
             self.step = step
+        else:
+            self.phase = gate
         timeline = self.world.timeline
         for other, resume in here.values():
             timeline.at(after_s * timeline.between(1.0, 1.02), other.process, lambda resume=resume: resume(None))  # type: ignore[misc]
@@ -140,11 +144,10 @@ class Launcher:
         self._is_starting = False
         self._num_jobs += 1
         found = machines or self._world.usable_machines()
-        self._world.timeline.note(
-            "job", f"job {self._num_jobs} starts on {[machine.name for machine in found][:8]}"
-        )
+        self._world.timeline.note("job", f"job {self._num_jobs} starts on {[machine.name for machine in found][:8]}")
         job = Job(self._world, self._num_jobs, found, restore_step)
-        self.jobs = [entry for entry in self.jobs if any(rank.process.alive for rank in entry.trainers)][-3:] + [job]
+        alive = [entry for entry in self.jobs if any(rank.process.alive for rank in entry.trainers)]
+        self.jobs = [*alive[-3:], job]
         return job
 
     def restart_later(self) -> None:
@@ -158,7 +161,12 @@ class Launcher:
         """Look whether the job moves, from now on."""
         setting, timeline = self._world.setting, self._world.timeline
         job = self.job
-        if job is not None and not job.is_over and not self._world.is_resting and timeline.now - job.moved_at > setting.hang_s:
+        if (
+            job is not None
+            and not job.is_over
+            and not self._world.is_resting
+            and timeline.now - job.moved_at > setting.hang_s
+        ):
             timeline.note("job", f"job {job.number} stands still")
             job.end()
         timeline.at(5.0, None, self.watch)

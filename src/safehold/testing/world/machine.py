@@ -92,16 +92,14 @@ class Agent(AgentServer):
 
     Attributes:
         process: Where it runs.
-        busy_s: CPU seconds of its dispatcher, where they are measured.
+        busy_s: CPU seconds of its dispatcher, where they are measured; `planning_s` those of making plans beside it.
     """
 
     def __init__(self, world: World, machine: Machine, number: int) -> None:
         self.process = machine.process(f"agent {number}")
         events = world.events(self.process.name)
         timeline = self._timeline = world.timeline
-        means = Means(
-            spawn=self._spawn, rank_control=world.shared.rank_control, node_control=world.shared.node_control
-        )
+        means = Means(spawn=self._spawn, rank_control=world.shared.rank_control, node_control=world.shared.node_control)
         super().__init__(URL, cast(Any, None), log_fd=None, events=events, clock=timeline, means=means)
         self._world, self.machine = world, machine
         self._config = Config.from_wire(world.setting.wire)
@@ -114,7 +112,7 @@ class Agent(AgentServer):
             spawn=self._spawn,
         )
         self._wakes_at: float | None = None
-        self.busy_s = 0.0
+        self.busy_s = self.planning_s = 0.0
         timeline.note("agent", f"{self.process.name} starts")
         self.post(lambda: None)
 
@@ -163,7 +161,14 @@ class Agent(AgentServer):
     def _spawn(self, name: str, work: Callable[[], None]) -> None:
         setting = self._world.setting
         times = {"plan": setting.plan_s, "network-close": (0.0, 0.01)}.get(name, setting.populate_s)
-        self._timeline.at(self._timeline.between(*times), self.process, work)
+
+        def measured() -> None:
+            begun = time.thread_time()
+            work()
+            self.planning_s += time.thread_time() - begun
+
+        is_measured = name == "plan" and self._world.measures
+        self._timeline.at(self._timeline.between(*times), self.process, measured if is_measured else work)
 
     def _make_network(self, hello: m.Hello, listeners: Listeners) -> Endpoint:
         world = hello.world
@@ -187,9 +192,9 @@ class Agent(AgentServer):
     # -- for the checks ----------------------------------------------------------------------------------------------------
 
     @property
-    def sessions(self) -> list[Any]:
-        """All sessions."""
-        return list(self._sessions.values())
+    def has_trainers(self) -> bool:
+        """Whether a trainer is connected."""
+        return self._has_trainers()
 
     @property
     def current(self) -> Any:

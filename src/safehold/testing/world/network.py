@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +58,18 @@ class Fabric:
     """All networks of a world: one for each start of the job.
 
     Attributes:
-        counts: Of `messages`, `bytes`; and the same as (name, token, node) for what a node was sent.
+        counts: (`messages` or `bytes`, None) in all; and with (token, node) instead of None what a node has heard or said.
         delay_s: Adds to every message between these machines.
+        delay_message: Adds to a message by its number (exploring orders); what follows it on its way waits, too.
+        num_sent: Messages so far.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.counts: Counter[Any] = Counter()
         self.delay_s: dict[frozenset[str], float] = {}
+        self.delay_message: Callable[[int], float] | None = None
+        self.num_sent = 0
         self._ends: dict[tuple[str, str], Endpoint] = {}
         self._cuts: set[frozenset[str]] = set()
         self._numbers = itertools.count(1)
@@ -282,6 +286,9 @@ class Endpoint:
         if peer is None:
             return
         extra_s = self._fabric.delay_s.get(frozenset((self._node, link.name)), 0.0) if self._fabric.delay_s else 0.0
+        self._fabric.num_sent += 1
+        if self._fabric.delay_message is not None:
+            extra_s += self._fabric.delay_message(self._fabric.num_sent)
         when = self._timeline.now + self._timeline.between(*self._setting.network_s) + extra_s
         link.arrives_at = max(link.arrives_at, when)
         link.spoke = True
@@ -307,7 +314,7 @@ class Endpoint:
             return  # its sender has given it up, and has spoken since
         self._heard[sender.node] = number
         counts = self._fabric.counts
-        for who in (None, (self.token, self._node)):
+        for who in (None, (self.token, self._node), (self.token, sender.node)):
             counts["messages", who] += 1
             counts["bytes", who] += len(payload)
         self._listeners.on_message(sender.node, payload)

@@ -235,9 +235,7 @@ class View:
 
     def delete_if_empty(self, directory: str) -> None:
         """See `Tier`."""
-        self._call(
-            directory, lambda: None if self._storage.list(directory) else self._storage.delete(directory)
-        )
+        self._call(directory, lambda: None if self._storage.list(directory) else self._storage.delete(directory))
 
     def sync_tree(self, directory: str) -> None:
         """See `Tier`; everything but packs is durable at once."""

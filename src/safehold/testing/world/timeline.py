@@ -80,7 +80,6 @@ class Timeline:
         num_events: Events so far.
         after_event: Called after each.
         before_event: Called before each with its number.
-        delay: Adds to the time of an event by its number (exploring orders).
     """
 
     def __init__(self, seed: int) -> None:
@@ -93,7 +92,6 @@ class Timeline:
         self.trace: deque[tuple[float, str, str]] = deque(maxlen=TRACE_KEPT)
         self.after_event: Work | None = None
         self.before_event: Callable[[int], None] | None = None
-        self.delay: Callable[[int], float] | None = None
         self.problems: list[BaseException] = []
 
     # -- Clock ---------------------------------------------------------------------------------------------------------
@@ -115,8 +113,6 @@ class Timeline:
     def at(self, delay_s: float, process: Process | None, work: Work) -> None:
         """Do something later; `process`: where."""
         self.num_scheduled += 1
-        if self.delay is not None:
-            delay_s += self.delay(self.num_scheduled)
         heapq.heappush(self._heap, (self.now + delay_s, self.num_scheduled, process, work))
 
     def between(self, shortest: float, longest: float) -> float:

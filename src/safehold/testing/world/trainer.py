@@ -55,6 +55,7 @@ class Trainer:
         handles: All saves without a verdict, by (step, attempt).
         incarnation: As this rank knows it.
         superseded: Whether it was told that another job owns the run.
+        asked_at: When it last asked what to restore.
     """
 
     def __init__(self, job: Job, rank: int, machine: Machine) -> None:
@@ -79,7 +80,7 @@ class Trainer:
         self._followed = (0, 0)
         self._generation = 0
         self._is_connecting = False
-        self.resume_at: Callable[[Any], None] | None = None
+        self.asked_at = 0.0
 
     # -- scripts: what they yield is waited for --------------------------------------------------------------------------
 
@@ -285,6 +286,7 @@ class Trainer:
         while True:
             if self.line is None:
                 yield from self.connect()
+            self.asked_at = self._timeline.now
             offer = yield self.asks(m.RestoreAsk(0, self.job.restore_step), timeout_s)
             self._world.checks.offered(self, offer)
             if offer.step is None:

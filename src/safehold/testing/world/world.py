@@ -98,17 +98,16 @@ class World:
             self.launcher.restart_later()
 
     def usable_machines(self) -> list[Machine]:
-        """Return machines for a start of the job; those that died or do not answer are replaced by new ones."""
+        """Return machines for a start of the job: those that live, and new ones in the place of those that died.
+
+        Processes that stand still on one of them do not hinder those that are started there.
+        """
         while True:
-            found = [machine for machine in self.machines if machine.alive and not self._is_away(machine)]
-            if len(found) >= self.setting.num_nodes:
-                return found[: self.setting.num_nodes]
             self.machines = [machine for machine in self.machines if machine.alive]
+            if len(self.machines) >= self.setting.num_nodes:
+                return self.machines[: self.setting.num_nodes]
             self.machines.append(Machine(self, f"n{self._num_machines}"))
             self._num_machines += 1
-
-    def _is_away(self, machine: Machine) -> bool:
-        return machine.stopped and not any(agent.process.stopped for agent in machine.agents)
 
     def agents(self) -> list[Agent]:
         """Return all agents that live."""
@@ -146,4 +145,5 @@ class World:
             self.run(REST_S)
             if self.checks.unrest() is None:
                 break
+        self.run(self.setting.wire["agent_linger_s"] + REST_S)
         self.checks.at_end()
