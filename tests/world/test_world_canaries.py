@@ -14,6 +14,7 @@ from safehold.agent.head import Head
 from safehold.agent.saves import NodeSaves
 from safehold.agent.session import Session
 from safehold.errors import DeadlineError
+from safehold.format import paths
 from safehold.pipeline import ledger, maintenance
 from safehold.policy import belief, commit
 from safehold.testing.world import Setting, Violation, World
@@ -71,27 +72,38 @@ def test_an_arena_that_is_handed_out_while_it_is_flushed(monkeypatch: pytest.Mon
 def test_a_manifest_that_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def put(tier: Any, path: str, data: bytes, **_: Any) -> None:
         tier.put(path, data)
-        tier.put(path, data + b" ")
+        if path.endswith(paths.MANIFEST):
+            tier.put(path, data + b" ")
 
     monkeypatch.setattr(ledger, "_put_new", put)
     violated("was committed twice, and not alike", calm)
 
 
-def stopped_while_it_publishes(seed: int) -> None:
-    with World(Setting(num_nodes=2), seed=seed) as world:
+def stopped_while_it_publishes(seed: int) -> World:
+    """The lead's machine stops between the last look at newer incarnations and the manifest, and wakes up when another job has begun."""
+    check = ledger._check_plan
+    with World(Setting(num_nodes=2), seed=seed) as world, pytest.MonkeyPatch.context() as patched:
+
+        def stop(*args: Any) -> None:
+            patched.undo()
+            check(*args)
+            world.machines[0].stop()
+
         job = world.start_job()
-        publishes = lambda: any("publish" in text for _, _, text in world.timeline.trace)  # noqa: E731
-        assert world.timeline.run(60.0, publishes)
-        world.machines[0].stop()
+        patched.setattr(ledger, "_check_plan", stop)
+        assert world.timeline.run(60.0, lambda: world.machines[0].stopped)
         world.launcher.start()
-        world.run(40.0)
+        world.run(4.0)
         assert job is not world.job
         world.machines[0].resume()
         world.finish()
+    return world
 
 
 def test_an_old_incarnation_that_commits_late_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_while_it_publishes(3)
+    world = stopped_while_it_publishes(3)
+    assert f"manifest     {paths.CHECKPOINTS}/000000005/1-0/manifest.json" in str(world.timeline.violation(""))
+    assert min(world.checks.told).incarnation == 2
     monkeypatch.setattr(ledger, "newer_incarnation", lambda tier, incarnation: None)
     violated("was told to be durable, and is not believed", stopped_while_it_publishes)
 
@@ -122,7 +134,7 @@ def test_a_verdict_that_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Head, "_abandoned", abandoned)
     monkeypatch.setattr(commit.CommitMachine, "_node_recorded", lambda *_: None)
-    violated("has no verdict", lambda seed: calm(seed, 400.0, every_steps=300))
+    violated("has no verdict", lambda seed: calm(seed, 400.0, hang_s=1e6))
 
 
 def test_an_arena_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +143,7 @@ def test_an_arena_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rest_after_one(seed: int) -> None:
-    with World(Setting(num_nodes=2, every_steps=20), seed=seed) as world:
+    with World(Setting(num_nodes=2, every_steps=400, step_s=0.1), seed=seed) as world:
         whole_save(world)
         world.is_resting = True
         world.run(30.0)

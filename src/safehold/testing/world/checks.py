@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 FOOTPRINT_EVERY = 20000
 SAVES_REMEMBERED = 4096
+REPLACED_KEPT = 4096
 ROLLED_BACK = "restored step "
 
 
@@ -42,7 +43,7 @@ class Checks:
     """See the module.
 
     Attributes:
-        told: Commits that any rank was told to be durable.
+        told: Commits that any rank was told to be durable and that nothing has taken the place of, and when.
         num_durable: Ranks' saves that became durable; `num_failed`, `num_skipped` accordingly.
     """
 
@@ -50,6 +51,7 @@ class Checks:
         self._world, self._timeline = world, world.timeline
         self.told: dict[CommitId, float] = {}
         self.verdicts: dict[str, int] = {"durable": 0, "failed": 0, "skipped": 0}
+        self._replaced: dict[CommitId, None] = {}
         self._version = -1
         self._listing = Listing()
         self._incarnations: dict[int, tuple[bytes, Incarnation]] = {}
@@ -96,7 +98,7 @@ class Checks:
             return
         if self._version != self._world.storage.version:
             self._look()
-        if commit not in self.told:
+        if commit not in self.told and commit not in self._replaced:
             self._timeline.note("durable", f"{commit} told to {trainer.process.name}")
             self.told[commit] = self._timeline.now
             if not self._stands(commit):
@@ -175,8 +177,11 @@ class Checks:
             if commit not in self._whole:
                 self._check_bytes(commit)
                 self._whole.add(commit)
-        for commit in [commit for commit in self.told if not self._stands(commit)]:
-            raise self._timeline.violation(f"{commit} was told to be durable, and nothing has taken its place")
+        for commit in [commit for commit in self.told if commit not in self.believed]:
+            if not self._stands(commit):
+                raise self._timeline.violation(f"{commit} was told to be durable, and nothing has taken its place")
+            self._replaced[commit] = None
+            del self.told[commit]
         self._forget()
 
     def _take(self) -> Listing:
@@ -249,12 +254,8 @@ class Checks:
 
     def _forget(self) -> None:
         """Forget what is so old that nothing more will be checked about it."""
-        if len(self.told) > 64:
-            kept = set(self.believed)
-            newest = max(self.believed, default=CommitId(0, 0, 0))
-            self.told = {
-                commit: when for commit, when in self.told.items() if commit in kept or commit.step >= newest.step
-            }
+        while len(self._replaced) > REPLACED_KEPT:
+            del self._replaced[next(iter(self._replaced))]
         self._whole &= set(self._listing.attempts)
 
     # -- memory ------------------------------------------------------------------------------------------------------------

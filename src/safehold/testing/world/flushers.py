@@ -24,7 +24,7 @@ from safehold.format.records import PackRecord
 from safehold.host.sockets import Channel
 from safehold.testing.world.fibers import Fiber, Killed
 from safehold.testing.world.memory import Words
-from safehold.testing.world.storage import URL, Pack, View
+from safehold.testing.world.storage import URL, Hangs, Pack, View
 from safehold.testing.world.timeline import Process
 from safehold.tiers.base import Tier
 from safehold.types import CommitId
@@ -171,6 +171,8 @@ class FlusherEnd(FlusherProcess):
                 work()
             except Killed:
                 pass
+            except Hangs:
+                self._world.storage.when_healed(self._machine.name, lambda: self._again(work))
             return
 
         def whole() -> None:
@@ -182,6 +184,10 @@ class FlusherEnd(FlusherProcess):
         fiber = Fiber(self._world.timeline, self.process, whole)
         self._fibers.add(fiber)
         fiber.start()
+
+    def _again(self, work: Callable[[], None]) -> None:
+        self._stuck(-1)
+        self._world.timeline.at(0.0, self.process, lambda: None if self._is_killed else self.work(work))
 
     def _open(self) -> Tier:
         if self._tier is None:

@@ -151,6 +151,10 @@ class Storage:
             self.version += 1
 
 
+class Hangs(BaseException):
+    """An operation that happens at once hangs; it is begun anew once storage answers."""
+
+
 class View:
     """One flusher's tier: a `tiers.base.Tier` whose calls take time, fail and hang as storage does for this machine."""
 
@@ -191,8 +195,7 @@ class View:
     def _hang(self, fiber: fibers.Fiber | None) -> None:
         self._stuck(1)
         if fiber is None:
-            self._storage.when_healed(self._machine, lambda: self._stuck(-1))
-            raise fibers.Killed  # what happens at once cannot be done later
+            raise Hangs
         self._storage.when_healed(self._machine, fiber.resume)
         try:
             fiber.park()
