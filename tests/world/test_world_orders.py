@@ -136,7 +136,7 @@ def explore_faults(stride: int, offset: int) -> int:
 def explore_messages(stride: int, offset: int) -> int:
     """Messages of the save that come late, by less or by more than others wait for them, one by one and in pairs."""
     _, messages = events_of_the_save()
-    late = [(number, seconds) for number in messages for seconds in (0.4, 12.0)]
+    late = [(number, seconds) for number in messages for seconds in (0.4, 4.0, 12.0)]
     cases = [dict([one]) for one in late] + [dict(pair) for pair in itertools.combinations(late, 2)]
     for delays in cases[offset::stride]:
 

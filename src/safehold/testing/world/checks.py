@@ -187,7 +187,7 @@ class Checks:
     def _take(self) -> Listing:
         storage = self._world.storage
         incarnations: dict[int, Incarnation] = {}
-        for entry in storage.list(paths.INCARNATIONS):
+        for entry in storage.entries(paths.INCARNATIONS):
             path = f"{paths.INCARNATIONS}/{entry.name}"
             data = storage.get(path)
             number = paths.parse_incarnation(entry.name)
@@ -196,9 +196,9 @@ class Checks:
                     self._incarnations[number] = data, records.decode_incarnation(data, path=path)
                 incarnations[number] = self._incarnations[number][1]
         attempts: dict[CommitId, AttemptView] = {}
-        for above in storage.list(paths.CHECKPOINTS):
+        for above in storage.entries(paths.CHECKPOINTS):
             step = paths.parse_step_dir(above.name)
-            for entry in storage.list(f"{paths.CHECKPOINTS}/{above.name}"):
+            for entry in storage.entries(f"{paths.CHECKPOINTS}/{above.name}"):
                 found = paths.parse_attempt_dir(entry.name)
                 if step is not None and found is not None:
                     commit = CommitId(step, *found)
@@ -235,7 +235,9 @@ class Checks:
                 found = storage.files.get(f"{directory}/{pack.file}")
                 wanted = content_of(commit.incarnation, commit.step, commit.attempt, pack.rank)
                 if not isinstance(found, Pack) or not found.durable or found.content != wanted:
-                    raise self._timeline.violation(f"{commit} is believed, and the pack of rank {pack.rank} is {found}")
+                    raise self._timeline.violation(
+                        f"{commit} is believed, and the pack of rank {pack.rank} is {found!r}"
+                    )
                 ranks.add(pack.rank)
         if ranks != set(range(self._world.setting.world_size)):
             raise self._timeline.violation(f"{commit} is believed, and has packs of ranks {sorted(ranks)} only")

@@ -201,7 +201,7 @@ class Faults:
         if pair is not None:
             key = frozenset(pair)
             self._world.fabric.delay_s[key] = self._timeline.between(0.1, 6.0)
-            self._later(1.0, 60.0, lambda: self._world.fabric.delay_s.pop(key, None))
+            self._later(1.0, 60.0, lambda: self._world.fabric.at_its_pace(*pair))
 
     def _storage_of(self) -> list[str]:
         """One machine, or all."""

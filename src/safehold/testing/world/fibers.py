@@ -23,7 +23,9 @@ class _Worker:
     idle: list[_Worker] = []  # noqa: RUF012 - shared by all worlds: a thread is a thread
 
     def __init__(self) -> None:
-        self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.go, self.back = threading.Lock(), threading.Lock()  # each is released by one side to let the other go on
+        self.go.acquire()
+        self.back.acquire()
         self.fiber: Fiber | None = None
         threading.Thread(target=self._run, name="fiber", daemon=True).start()
 

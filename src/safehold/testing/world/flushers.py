@@ -51,7 +51,7 @@ class WorldFlusher(Flusher):
         self._world, self._machine, self._agent, self._dispatch = world, machine, agent, dispatch
 
     @property
-    def process(self) -> Process | None:
+    def running(self) -> Process | None:
         """Where it runs, if it does."""
         return self._process.process if isinstance(self._process, FlusherEnd) else None
 

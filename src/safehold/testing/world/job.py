@@ -155,7 +155,10 @@ class Launcher:
         if not self._is_starting:
             self._is_starting = True
             timeline = self._world.timeline
-            timeline.at(timeline.between(*self._world.setting.restart_s), None, self.start)
+            timeline.at(timeline.between(*self._world.setting.restart_s), None, self._start_again)
+
+    def _start_again(self) -> None:
+        self.start()
 
     def watch(self) -> None:
         """Look whether the job moves, from now on."""

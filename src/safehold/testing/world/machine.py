@@ -204,7 +204,8 @@ class Agent(AgentServer):
     @property
     def flusher_process(self) -> Process | None:
         """Where its flusher runs, if it does."""
-        return self._flusher.process if isinstance(self._flusher, WorldFlusher) else None
+        assert isinstance(self._flusher, WorldFlusher)
+        return self._flusher.running
 
     @property
     def pool(self) -> WorldPool:

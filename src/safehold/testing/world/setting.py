@@ -13,7 +13,7 @@ CONFIG: dict[str, Any] = {
     "start_timeout_s": 40.0,
     "restore_timeout_s": 60.0,
     "peer_timeout_s": 8.0,
-    "agent_linger_s": 60.0,
+    "agent_linger_s": 20.0,
     "delete_grace_s": 30.0,
     "memory_budget_bytes": 1 << 30,
 }

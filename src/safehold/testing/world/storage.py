@@ -123,7 +123,7 @@ class Storage:
             self._children.setdefault(parent, {})[name] = None
             path = parent
 
-    def list(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[Entry]:
         """Return what is in it."""
         found = []
         for name in sorted(self._children.get(directory, ())):
@@ -226,7 +226,7 @@ class View:
 
     def list(self, directory: str) -> list[Entry]:
         """See `Tier`."""
-        return self._call(directory, lambda: self._storage.list(directory))
+        return self._call(directory, lambda: self._storage.entries(directory))
 
     def delete(self, path: str) -> None:
         """See `Tier`."""
@@ -238,7 +238,7 @@ class View:
 
     def delete_if_empty(self, directory: str) -> None:
         """See `Tier`."""
-        self._call(directory, lambda: None if self._storage.list(directory) else self._storage.delete(directory))
+        self._call(directory, lambda: None if self._storage.entries(directory) else self._storage.delete(directory))
 
     def sync_tree(self, directory: str) -> None:
         """See `Tier`; everything but packs is durable at once."""

@@ -25,6 +25,7 @@ from safehold.errors import (
 )
 from safehold.testing.world.machine import Line, Machine
 from safehold.testing.world.parts import PACK_BYTES, part_of
+from safehold.testing.world.timeline import Process
 
 if TYPE_CHECKING:
     from safehold.testing.world.job import Job
@@ -61,7 +62,7 @@ class Trainer:
     def __init__(self, job: Job, rank: int, machine: Machine) -> None:
         self.job, self.rank, self.machine = job, rank, machine
         self._world, self._timeline = job.world, job.world.timeline
-        self.process = machine.process(f"rank {rank} of job {job.number}")
+        self.process: Process = machine.process(f"rank {rank} of job {job.number}")
         self.process.on_end.append(self._died)
         self.handles: dict[tuple[int, int], Handle] = {}
         self.incarnation, self.run_id = 0, ""
