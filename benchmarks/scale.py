@@ -57,9 +57,9 @@ class Meter:
             sum(agent.planning_s for agent in agents),
         ]
 
-    def read(self, num: int = 1) -> Row:
-        """Return the figures since the beginning, for each of `num` times."""
-        found = [(after - before) / num for before, after in zip(self._before, self._counts(), strict=True)]
+    def read(self) -> Row:
+        """Return the figures since the beginning."""
+        found = [after - before for before, after in zip(self._before, self._counts(), strict=True)]
         setting = self._world.setting
         return Row(setting.num_nodes, setting.world_size, self._what, *found)
 
@@ -81,15 +81,16 @@ def measure(nodes: int, ranks_per_node: int, seed: int, saves: int) -> list[Row]
         rows.append(meter.read())
         reach(world, lambda: job.is_training)
         for number in range(saves + 1):
-            started = job.step
-            reach(world, lambda started=started: job.step > started or any(rank.handles for rank in job.trainers[:1]))  # type: ignore[misc]
-            meter = Meter(world, "first save" if number == 0 else "save")
-            reach(world, lambda number=number: world.checks.num_whole_since(0.0) > number)  # type: ignore[misc]
-            rows.append(meter.read())
+            meter = Meter(world, "save" if number else "first save")
+            reach(world, lambda number=number: len(world.checks.whole) > number)  # type: ignore[misc]
+            row = meter.read()
+            began, over = world.checks.whole[-1]
+            row.latency_s = over - began
+            rows.append(row)
         job.end()
-        world.run(30.0)
+        reach(world, lambda: world.job is not job)
         again = world.job
-        assert again is not None and again is not job
+        assert again is not None
         reach(world, lambda: again.phase == "joined")
         meter = Meter(world, "restore")
         reach(world, lambda: again.is_training)

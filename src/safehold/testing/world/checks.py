@@ -44,7 +44,8 @@ class Checks:
 
     Attributes:
         told: Commits that any rank was told to be durable and that nothing has taken the place of, and when.
-        num_durable: Ranks' saves that became durable; `num_failed`, `num_skipped` accordingly.
+        verdicts: How many saves of ranks became what.
+        whole: Saves that every rank was told to be durable: when the first rank began, and when the last was told.
     """
 
     def __init__(self, world: World) -> None:
@@ -58,7 +59,7 @@ class Checks:
         self.believed: list[CommitId] = []
         self._whole: set[CommitId] = set()
         self._durable: dict[tuple[int, CommitId], set[int]] = {}
-        self._whole_at: list[float] = []
+        self.whole: list[tuple[float, float]] = []
         self._began: dict[tuple[int, CommitId], float] = {}
         self._deadlines: list[tuple[float, int, Trainer, Handle]] = []
         self._count = 0
@@ -106,7 +107,7 @@ class Checks:
         ranks = self._durable.setdefault((trainer.job.number, commit), set())
         ranks.add(trainer.rank)
         if len(ranks) == self._world.setting.world_size:
-            self._whole_at.append(self._began[trainer.job.number, commit])
+            self.whole.append((self._began.pop((trainer.job.number, commit)), self._timeline.now))
             del self._durable[trainer.job.number, commit]
 
     def heard(self, trainer: Trainer, reply: Any) -> None:
@@ -141,7 +142,7 @@ class Checks:
 
     def num_whole_since(self, when: float) -> int:
         """Return how many saves that began after `when` every rank was told to be durable."""
-        return sum(began >= when for began in self._whole_at)
+        return sum(began >= when for began, _ in self.whole)
 
     # -- verdicts ------------------------------------------------------------------------------------------------------------
 
