@@ -69,6 +69,7 @@ class Nodes:
         self._index = {name: index for index, name in enumerate(world.node_names)}
         self._heard, self._events, self._spawn = heard, events, spawn
         self._closed = False
+        self._met: list[str] = []
         self._watched = [world.node_names[node] for node in watched]
 
         def told(work: Callable[[], None]) -> None:
@@ -96,12 +97,15 @@ class Nodes:
         Raises:
             ConfigurationError: They are no addresses, or not one for each node.
         """
+        if addresses == self._met:
+            return  # each rank tells the same
         from safehold.agent.net.addresses import Address
 
         if len(addresses) != len(self._names):
             raise ConfigurationError(f"{len(addresses)} addresses were given for {len(self._names)} nodes")
         parsed = {name: Address.parse(text) for name, text in zip(self._names, addresses, strict=True)}
         self.network.meet(parsed)
+        self._met = addresses
         for name in self._watched:
             self.network.watch(name)
 

@@ -33,7 +33,7 @@ from safehold.types import CommitId
 if TYPE_CHECKING:
     from safehold.testing.world.world import World
 
-FOOTPRINT_EVERY = 20000
+FOOTPRINT_EVERY = 50000
 SAVES_REMEMBERED = 4096
 REPLACED_KEPT = 4096
 ROLLED_BACK = "restored step "

@@ -42,6 +42,7 @@ class Job:
         node_of = [rank // setting.ranks_per_node for rank in range(setting.world_size)]
         self.wire = m.World(token, setting.world_size, node_of, [machine.name for machine in machines])
         self.addresses: dict[int, str] = {}
+        self._all_addresses: list[str] = []
         self.opened: m.RunOpened = m.RunOpened(0, "", 0, None, [])
         self.is_over = self.is_training = False
         self.step = 0
@@ -55,7 +56,9 @@ class Job:
 
     def all_addresses(self) -> list[str]:
         """Return where the agents listen, by node, once all ranks know theirs."""
-        return [self.addresses[min(ranks)] for ranks in self.wire.ranks_by_node()]
+        if not self._all_addresses:
+            self._all_addresses = [self.addresses[min(ranks)] for ranks in self.wire.ranks_by_node()]
+        return self._all_addresses
 
     # -- what ranks wait for ---------------------------------------------------------------------------------------------
 
