@@ -30,9 +30,10 @@ def test_worlds_in_which_hardly_anything_works(first: int) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_a_seed_gives_the_same_world_each_time(interleaved: bool) -> None:
+@pytest.mark.parametrize("num_nodes", [3, 10])
+def test_a_seed_gives_the_same_world_each_time(interleaved: bool, num_nodes: int) -> None:
     def traced() -> list[object]:
-        world, _ = live(7, 200.0, interleaved=interleaved)
+        world, _ = live(7, 100.0, interleaved=interleaved, num_nodes=num_nodes)
         return [world.timeline.num_events, *world.timeline.trace]
 
     assert traced() == traced()

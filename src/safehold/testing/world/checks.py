@@ -270,10 +270,12 @@ class Checks:
         bound = 600 + 60 * setting.ranks_per_node + 20 * setting.world_size + 4 * begun
         agents = self._world.agents()
         for agent in agents if everywhere else agents[:1] + agents[-1:]:
-            found = footprint(agent)
+            found, name = footprint(agent), agent.process.name
             self.largest = max(self.largest, found)
-            if found > bound:
-                raise self._timeline.violation(f"{agent.process.name} keeps {found} things, more than {bound}")
+            if found > bound * max(1, agent.num_sessions):
+                raise self._timeline.violation(f"{name} keeps {found} things in {agent.num_sessions} sessions")
+            if agent.num_idle_sessions > 1:
+                raise self._timeline.violation(f"{name} keeps {agent.num_idle_sessions} sessions without ranks")
 
     def unrest(self) -> str | None:
         """Say what is still under way although no rank makes a step any more; None if all is at rest."""

@@ -161,7 +161,9 @@ class FlusherEnd(FlusherProcess):
             self.packs.setdefault(tuple(arguments["commit"]), []).append(work)
             work.begin()
         elif operation != "forget":
-            self._world.timeline.note("storage", f"{self.process.name}: {operation} {arguments.get('commit', '')}")
+            if operation != "record" or not self._world.timeline.is_terse:
+                about = f"{self.process.name}: {operation} {arguments.get('commit', '')}"
+                self._world.timeline.note("storage", about)
             self.work(lambda: self._run(number, operation, arguments, []))
 
     def work(self, work: Callable[[], None]) -> None:
@@ -172,12 +174,14 @@ class FlusherEnd(FlusherProcess):
             except Killed:
                 pass
             except Hangs:
-                self._world.storage.when_healed(self._machine.name, lambda: self._again(work))
+                self._begin_again(work)
             return
 
         def whole() -> None:
             try:
                 work()
+            except Hangs:
+                self._begin_again(work)
             finally:
                 self._fibers.discard(fiber)
 
@@ -185,9 +189,15 @@ class FlusherEnd(FlusherProcess):
         self._fibers.add(fiber)
         fiber.start()
 
-    def _again(self, work: Callable[[], None]) -> None:
-        self._stuck(-1)
-        self._world.timeline.at(0.0, self.process, lambda: None if self._is_killed else self.work(work))
+    def _begin_again(self, work: Callable[[], None]) -> None:
+        """It hangs, and cannot be left in its middle: do it anew once storage answers."""
+
+        def healed() -> None:
+            self._stuck(-1)
+            self._world.timeline.at(0.0, self.process, lambda: None if self._is_killed else self.work(work))
+
+        self._stuck(1)
+        self._world.storage.when_healed(self._machine.name, healed)
 
     def _open(self) -> Tier:
         if self._tier is None:

@@ -197,6 +197,16 @@ class Agent(AgentServer):
         return self._has_trainers()
 
     @property
+    def num_sessions(self) -> int:
+        """How many sessions it keeps."""
+        return len(self._sessions)
+
+    @property
+    def num_idle_sessions(self) -> int:
+        """How many of them have no rank; the current one may."""
+        return sum(not session.peers for session in self._sessions.values())
+
+    @property
     def current(self) -> Any:
         """The session that owns the run here, or None."""
         return self._current

@@ -48,7 +48,8 @@ class Process:
             return
         self.alive = False
         self.deferred.clear()
-        self._timeline.note("killed", self.name)
+        if not self._timeline.is_terse:
+            self._timeline.note("killed", self.name)
         ending, self.on_end = self.on_end, []
         for work in ending:
             work()
@@ -80,6 +81,7 @@ class Timeline:
         num_events: Events so far.
         after_event: Called after each.
         before_event: Called before each with its number.
+        is_terse: Leaves what happens everywhere out of the trace.
     """
 
     def __init__(self, seed: int) -> None:
@@ -92,6 +94,7 @@ class Timeline:
         self.trace: deque[tuple[float, str, str]] = deque(maxlen=TRACE_KEPT)
         self.after_event: Work | None = None
         self.before_event: Callable[[int], None] | None = None
+        self.is_terse = False
         self.problems: list[BaseException] = []
 
     # -- Clock ---------------------------------------------------------------------------------------------------------

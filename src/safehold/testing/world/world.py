@@ -18,6 +18,7 @@ from safehold.testing.world.storage import URL, Storage
 from safehold.testing.world.timeline import Timeline, virtual_time
 
 HEAL_S, REST_S = 900.0, 5.0
+TERSE_NODES = 16
 
 
 class World:
@@ -39,6 +40,7 @@ class World:
     def __init__(self, setting: Setting, *, seed: int = 0, measures: bool = False) -> None:
         self.setting, self.measures = setting, measures
         self.timeline = Timeline(seed)
+        self.timeline.is_terse = setting.num_nodes > TERSE_NODES
         self.url = URL
         self.shared = Shared()
         self.storage = Storage(self.timeline, setting.storage_s)
