@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -357,8 +357,11 @@ class Catalog:
 
     def _read_all(self, manifest: Manifest) -> dict[int, NodeRecord]:
         nodes = [ref.node for ref in manifest.nodes]
-        found = read_of_all(lambda node: self.read_record(manifest, node), nodes)
-        return dict(zip(nodes, found, strict=True))
+
+        def read(node: int) -> NodeRecord:
+            return self.read_record(manifest, node)
+
+        return dict(zip(nodes, read_of_all(read, nodes), strict=True))
 
     def check_files(self, checkpoint: Checkpoint) -> None:
         """Check that every file of a checkpoint is there with its size; one list of its directory.
