@@ -378,6 +378,7 @@ class Session:
     def _prepare(self, peer: Peer, message: m.Prepare) -> None:
         def ready(arena: Arena | None, error: CheckpointError | None) -> None:
             if error is not None or arena is None:
+                error = self._superseded(peer.rank) if self.ended_by else error  # which is why it got none
                 peer.refuse(message.id, error or ConfigurationError("no arena", rank=peer.rank))
                 return
             arena.verified = False  # from here on the trainer can write to it
