@@ -9,12 +9,12 @@ it. Used from the dispatcher thread only; pages are populated in threads.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safehold.agent.means import Spawn, in_thread
 from safehold.errors import CheckpointError, ConfigurationError, StorageFullError
 from safehold.host import memfd, memory, numa
 from safehold.host.process import lower_priority
@@ -69,12 +69,19 @@ class ArenaPool:
         budget_bytes: Upper bound, but never more than there is at the first allocation; 0: a share of that.
         released: Told the id of each arena that is let go, so that nobody else keeps its pages.
         nice: Niceness of the threads that populate.
+        spawn: Starts those threads.
     """
 
     def __init__(
-        self, post: Post, budget_bytes: int, released: Callable[[int], None] = lambda _: None, *, nice: int = 0
+        self,
+        post: Post,
+        budget_bytes: int,
+        released: Callable[[int], None] = lambda _: None,
+        *,
+        nice: int = 0,
+        spawn: Spawn = in_thread,
     ) -> None:
-        self._nice = nice
+        self._nice, self._spawn = nice, spawn
         self._post, self._released = post, released
         self._configured_budget = budget_bytes
         self._budget = 0
@@ -189,9 +196,8 @@ class ArenaPool:
         arena = Arena(self._next_id, rank, size_bytes, waiting=[ready])
         self._next_id += 1
         self._arenas[rank] = arena
-        work = threading.Thread(target=self._populate, args=(arena,), name=f"populate-{rank}", daemon=True)
         try:
-            work.start()
+            self._spawn(f"populate-{rank}", lambda: self._populate(arena))
         except RuntimeError as exc:
             self._populated(arena, -1, StorageFullError(f"no thread for populating: {exc}", rank=rank, tier="memory"))
 
@@ -220,7 +226,7 @@ class ArenaPool:
         if error is None:
             arena.fd = fd
         elif fd >= 0:
-            os.close(fd)
+            self._close(fd)
         self._tell_waiting(arena, error)
 
     @staticmethod
@@ -250,9 +256,12 @@ class ArenaPool:
 
     def _let_go(self, arena: Arena) -> None:
         if arena.fd >= 0:
-            os.close(arena.fd)
+            self._close(arena.fd)
             arena.fd = -1
             self._released(arena.arena_id)
+
+    def _close(self, fd: int) -> None:
+        os.close(fd)
 
     def part_with(self, rank: int) -> None:
         """Never hand out a rank's arena again: a process that lives on may still write to it. A flush that reads it goes on."""

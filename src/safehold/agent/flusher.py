@@ -139,7 +139,7 @@ class FlusherProcess:
                 _close(fd)
         if isinstance(error, StorageError) and operation in ("flush", "record", "publish"):
             tier = self._open_all() if operation == "publish" else self._open()
-            error = _superseded(tier, arguments["commit"]) or error
+            error = superseded(tier, arguments["commit"]) or error
         self._answer(number, value, error)
 
     def _maintain(self, operation: str, arguments: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class FlusherProcess:
             return maintenance.make_room(self._open_all(), self._config, arguments, self.events, self._observer)
 
 
-def _superseded(tier: Tier, commit: list[int]) -> CheckpointError | None:
+def superseded(tier: Tier, commit: list[int]) -> CheckpointError | None:
     """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
     step, incarnation, _ = commit
     try:

@@ -19,6 +19,7 @@ from safehold.agent.fetching import Afar, Fetching, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
+from safehold.agent.means import Spawn, in_thread
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
 from safehold.agent.ranks_afar import RankAfar
@@ -82,6 +83,7 @@ class Head:
         memory_of: Returns the local arenas that hold a commit.
         send: Tells another node, if it can be reached.
         post: Runs a function in the dispatcher.
+        spawn: Has planning done beside it.
     """
 
     def __init__(
@@ -99,12 +101,13 @@ class Head:
         post: Post,
         clock: Clock,
         events: EventStream,
+        spawn: Spawn = in_thread,
     ) -> None:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
         self._copier = copier
-        self._post, self._clock, self._events = post, clock, events
+        self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         world = here.world
-        self._ranks_of = {node: world.ranks_of(node) for node in range(len(world.node_names))}
+        self._ranks_of = dict(enumerate(world.ranks_by_node()))
         self._parts = AllParts(own_parts, ask=self._ask_part)
         self.replicator = self._new_replicator(copier)
         self._retention = Retention(
@@ -186,6 +189,7 @@ class Head:
             post=self._post,
             clock=self._clock,
             events=self._events,
+            spawn=self._spawn,
         )
         self.announcer.restart()
 

@@ -189,6 +189,8 @@ class Hearing:
         joining, self._joining = self._joining, []
         for peer, message in joining:
             peer.refuse(message.id, error)
+        for peer, begin in self._here.saves.take_held() if self._here.saves is not None else ():
+            peer.refuse(begin.id, error)
         self.give_up()
 
     def give_up(self) -> None:
@@ -214,15 +216,25 @@ class Hearing:
                 error = RankLostError("the node had lost its lead, and gave the save up", step=step, node=name)
                 event = protocol.NodeFailed(step=step, attempt=attempt, node=self._here.node, error=error)
                 self._here.up.event(event, self._here.incarnation)
+            self._tell_what_is_open()  # what was said meanwhile was dropped
 
     def _tell_again(self) -> None:
         """The lead had lost this node: whatever was on its way to either is told once more, or ends."""
-        assert self._here.follower is not None
-        self._here.follower.lead_lost(
-            RankLostError("it had lost this node for a while", node=self._here.world.node_names[self._here.node])
-        )
-        self._here.follower.lead_back()
-        if self._here.saves is not None:
-            self._here.saves.tell_again()
-        if len(self._here.undeclared) == len(self._here.local_ranks):
-            self._here.up.undeclared(self._here.undeclared)
+        follower = self._here.follower
+        assert follower is not None
+        lost = follower.lost
+        name = self._here.world.node_names[self._here.node]
+        follower.lead_lost(lost or RankLostError("it had lost this node for a while", node=name))
+        if lost is None:  # else it can speak to us, and we cannot answer yet
+            follower.lead_back()
+            self._tell_what_is_open()
+
+    def _tell_what_is_open(self) -> None:
+        here = self._here
+        for rank in here.local_ranks:
+            event = protocol.RankBack(rank=rank) if rank in here.peers else protocol.RankGone(rank=rank)
+            here.up.event(event, here.incarnation)
+        if here.saves is not None:
+            here.saves.tell_again()
+        if len(here.undeclared) == len(here.local_ranks):
+            here.up.undeclared(here.undeclared)

@@ -8,12 +8,12 @@ looked for and withdrawn. Nothing here waits.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
+from safehold.agent.means import Spawn, in_thread
 from safehold.agent.parts import AllParts
 from safehold.clock import Clock
 from safehold.config import Config
@@ -46,6 +46,7 @@ class Lead:
         on_doubtful: Told of each save whose manifest may be visible or not, once nobody works at it any more: (step, attempt).
         on_settled: Told when `settle` has come to its end.
         post: Runs a function in the dispatcher.
+        spawn: Has planning done beside it.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class Lead:
         post: Post,
         clock: Clock,
         events: EventStream,
+        spawn: Spawn = in_thread,
     ) -> None:
         self._node_of, self._incarnation, self._run_id = node_of, incarnation, run_id
         self._config, self._flusher, self._parts, self._facts = config, flusher, parts, facts
         self._on_committed, self._on_abandoned, self._on_settled = on_committed, on_abandoned, on_settled
         self._on_doubtful = on_doubtful
-        self._post, self._clock, self._events = post, clock, events
+        self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         self._plans: OrderedDict[tuple[str, ...], tuple[str, int]] = OrderedDict()
         self._digests: dict[tuple[int, int], tuple[str, ...]] = {}
         deadlines = protocol.Deadlines(
@@ -157,7 +159,7 @@ class Lead:
                 made, data = self._join(step, attempt, parts)
                 self._post(lambda: self._store(made, data, digests, then))
 
-            threading.Thread(target=work, name="plan", daemon=True).start()
+            self._spawn("plan", work)
 
         self._parts.collect(step, attempt, digests, collected)
 

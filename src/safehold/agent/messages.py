@@ -38,6 +38,13 @@ class World(msgspec.Struct, frozen=True):
         """Return the ranks on a node."""
         return [rank for rank, at in enumerate(self.node_of) if at == node]
 
+    def ranks_by_node(self) -> list[list[int]]:
+        """Return the ranks on each node; one look at all ranks, where there are thousands."""
+        found: list[list[int]] = [[] for _ in self.node_names]
+        for rank, node in enumerate(self.node_of):
+            found[node].append(rank)
+        return found
+
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """First message of a trainer. `incarnation` and `run_id` are set when it returns to a restarted agent.

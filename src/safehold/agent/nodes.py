@@ -6,7 +6,6 @@ node is lost, and whoever waits for it hears of that. What comes malformed is dr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +13,7 @@ import msgspec
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
+from safehold.agent.means import Spawn, in_thread
 from safehold.agent.net.seam import Listeners, Network, Provider
 from safehold.errors import CheckpointError, ConfigurationError
 from safehold.events import EventStream
@@ -65,6 +65,7 @@ class Nodes:
         lost: Told in the dispatcher that a node is dead or cannot be reached: (node, why).
         back: Told that it is back.
         post: Runs a function in the dispatcher.
+        spawn: Has the network closed beside it.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Nodes:
         back: Callable[[int], None],
         post: Post,
         events: EventStream,
+        spawn: Spawn = in_thread,
     ) -> None:
         world = hello.world
         self._names = world.node_names
         self._index = {name: index for index, name in enumerate(world.node_names)}
-        self._heard, self._events = heard, events
+        self._heard, self._events, self._spawn = heard, events, spawn
         self._closed = False
+        self._met: list[str] = []
         self._watched = [world.node_names[node] for node in watched]
 
         def told(work: Callable[[], None]) -> None:
@@ -122,13 +125,15 @@ class Nodes:
         Raises:
             ConfigurationError: They are no addresses, or not one for each node.
         """
+        if addresses == self._met:
+            return  # each rank tells the same
         from safehold.agent.net.addresses import Address
 
         if len(addresses) != len(self._names):
             raise ConfigurationError(f"{len(addresses)} addresses were given for {len(self._names)} nodes")
         parsed = {name: Address.parse(text) for name, text in zip(self._names, addresses, strict=True)}
         self.network.meet(parsed)
-        self.addresses = list(addresses)
+        self.addresses = self._met = list(addresses)
         for name in self._watched:
             self.network.watch(name)
 
@@ -149,4 +154,4 @@ class Nodes:
     def close(self) -> None:
         """Stop."""
         self._closed = True
-        threading.Thread(target=self.network.close, name="network-close", daemon=True).start()  # which may take seconds
+        self._spawn("network-close", self.network.close)  # which may take seconds

@@ -89,7 +89,7 @@ class AllParts:
         """A piece of a part came.
 
         Raises:
-            msgspec.ValidationError: It does not follow the one before, or the whole is not what its digest says.
+            msgspec.ValidationError: It cannot be a piece of a part.
         """
         key = (piece.rank, piece.digest)
         found = self._pieces.get(key)
@@ -99,11 +99,12 @@ class AllParts:
             del self._pieces[key]
             self._fail({piece.rank}, ManifestError("a rank's part never reached the lead", rank=piece.rank))
             return
-        if (
-            piece.offset != len(found)
-            or not len(found) < piece.offset + len(piece.data) <= piece.total <= MAX_PART_BYTES
-        ):
-            raise msgspec.ValidationError(f"a part of rank {piece.rank} came in pieces that do not fit each other")
+        if not 0 <= piece.offset < piece.offset + len(piece.data) <= piece.total <= MAX_PART_BYTES:
+            raise msgspec.ValidationError(f"what came of a part of rank {piece.rank} is no piece of it")
+        if piece.offset == 0:
+            found.clear()
+        elif piece.offset != len(found):
+            return  # the rest of an answer that was cut off, or that was asked for by a save that is over
         found += piece.data
         if len(found) < piece.total:
             return
@@ -124,8 +125,11 @@ class AllParts:
         self._fail(ranks, RankLostError("a node was lost before the lead had its parts", rank=min(ranks, default=None)))
 
     def over(self, step: int, attempt: int) -> None:
-        """A save has its verdict: nobody plans for it any more."""
+        """A save has its verdict: nobody plans for it any more. What it had asked for may be lost: who needs it asks again."""
         self._wanted.pop((step, attempt), None)
+        needed = {(rank, wanted.digests[rank]) for wanted in self._wanted.values() for rank in wanted.missing}
+        for key in self._pieces.keys() - needed:
+            del self._pieces[key]
 
     def _fail(self, ranks: set[int], error: CheckpointError) -> None:
         for save, wanted in list(self._wanted.items()):

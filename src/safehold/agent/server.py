@@ -30,6 +30,7 @@ from safehold.agent.fetching import Afar, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
+from safehold.agent.means import REAL, Means
 from safehold.agent.net.seam import Listeners
 from safehold.agent.nodes import MeetingNetwork
 from safehold.agent.session import Session
@@ -66,6 +67,7 @@ class AgentServer:
         events: The agent's event stream.
         clock: Time.
         stay_s: Stay for so long after the last trainer has gone, or from the start; None: only where there is memory to keep.
+        means: Threads and control words of sessions.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class AgentServer:
         events: EventStream,
         clock: Clock = SYSTEM_CLOCK,
         stay_s: float | None = None,
+        means: Means = REAL,
     ) -> None:
-        self.url, self._stay_s, self._busy_at = url, stay_s, clock.monotonic()
+        self.url, self._stay_s, self._busy_at, self._means = url, stay_s, clock.monotonic(), means
         self._listener, self._log_fd, self._events, self._clock = listener, log_fd, events, clock
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
@@ -368,7 +371,11 @@ class AgentServer:
             self._config = Config.from_wire(hello.config)
             flusher = self._flusher = self._new_flusher(hello.config)
             self._pool = ArenaPool(
-                self.post, self._config.memory_budget_bytes, released=flusher.forget, nice=self._config.flush_nice
+                self.post,
+                self._config.memory_budget_bytes,
+                released=flusher.forget,
+                nice=self._config.flush_nice,
+                spawn=self._means.spawn,
             )
         config = Config.from_wire(hello.config)
         if config.remote and self._copier is None:
@@ -385,6 +392,7 @@ class AgentServer:
             on_opened=self._opened_elsewhere,
             settle_old=self._settle_old,
             copier=self._copier,
+            means=self._means,
         )
         self._sessions[session.token] = session
         return session

@@ -22,6 +22,7 @@ from safehold.agent.head import Head, specs_of
 from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
+from safehold.agent.means import REAL, Means
 from safehold.agent.memory_checks import MemoryChecks
 from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
@@ -64,6 +65,7 @@ class Session:
         on_opened: Told of an incarnation that a lead elsewhere has opened: (this session, the committed steps).
         settle_old: Has the job before settle what it has in flight here: (this session, then, seconds).
         copier: The process that copies to the second place, if the run has one.
+        means: Threads and control words.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Session:
         on_opened: Callable[[Session, list[int]], None] = lambda *_: None,
         settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then(),
         copier: Flusher | None = None,
+        means: Means = REAL,
     ) -> None:
         self.world = hello.world
         self.token = hello.world.token
@@ -88,11 +91,11 @@ class Session:
         self.node = hello.world.node_of[hello.rank]
         self.local_ranks = hello.world.ranks_of(self.node)
         self.pool, self.flusher, self.copier = pool, flusher, copier if self.config.remote else None
-        self._post, self._clock, self._events = post, clock, events
+        self._post, self._clock, self._events, self._means = post, clock, events, means
         self._hearing = Hearing(self, on_opened=on_opened, settle_old=settle_old, events=events)
         self.peers: dict[int, Peer] = {}
         self.controls: dict[int, RankControl] = {}
-        self.node_control = NodeControl.create()
+        self.node_control = means.node_control()
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
         self.disorderly: set[int] = set()
@@ -150,6 +153,7 @@ class Session:
             back=self._hearing.node_back,
             post=self._post,
             events=self._events,
+            spawn=self._means.spawn,
         )
         nodes.serve_disk(self.flusher.url, self._ask_disk)
         return nodes
@@ -193,6 +197,7 @@ class Session:
             post=self._post,
             clock=self._clock,
             events=self._events,
+            spawn=self._means.spawn,
         )
 
     def _new_copying(self, copier: Flusher) -> Copying:
@@ -248,7 +253,7 @@ class Session:
         self.up.event(protocol.RankBack(rank=hello.rank), self.incarnation)
         control = self.controls.get(hello.rank)
         if control is None:
-            control = self.controls[hello.rank] = RankControl.create()
+            control = self.controls[hello.rank] = self._means.rank_control()
         return control, self.node_control
 
     def detach(self, rank: int, peer: Peer, *, orderly: bool, pid: int = 0, pidfd: int = -1) -> None:
@@ -402,6 +407,8 @@ class Session:
             case m.Prepare():
                 self._prepare(peer, message)
             case m.Begin():
+                if self.follower is not None and self.follower.lost is not None:
+                    raise self.follower.lost_error()  # nobody would ever decide about it
                 self._open_saves(peer).begin(peer, message)
                 self.up.begins(message.step, peer.rank)
             case m.Staged():
@@ -434,6 +441,7 @@ class Session:
     def _prepare(self, peer: Peer, message: m.Prepare) -> None:
         def ready(arena: Arena | None, error: CheckpointError | None) -> None:
             if error is not None or arena is None:
+                error = self._superseded(peer.rank) if self.ended_by else error  # which is why it got none
                 peer.refuse(message.id, error or ConfigurationError("no arena", rank=peer.rank))
                 return
             arena.verified = False  # from here on the trainer can write to it

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -42,6 +42,7 @@ from safehold.tiers.open import local_path
 from safehold.types import CommitId
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 RECORD_READERS = 8
 """Node records are read by this many threads: on network file systems each costs a round trip."""
@@ -178,6 +179,14 @@ class RestoreCandidate:
     checkpoint: Checkpoint | None
     rejected: tuple[tuple[CommitId, CheckpointError], ...]
     problems: tuple[CheckpointError, ...]
+
+
+def read_of_all(read: Callable[[N], T], nodes: Sequence[N]) -> list[T]:
+    """Return what `read` returns for each, several at a time where they are many; the first that raises is raised."""
+    if len(nodes) <= RECORD_READERS:
+        return [read(node) for node in nodes]
+    with ThreadPoolExecutor(RECORD_READERS) as pool:
+        return list(pool.map(read, nodes))
 
 
 class Catalog:
@@ -351,10 +360,11 @@ class Catalog:
 
     def _read_all(self, manifest: Manifest) -> dict[int, NodeRecord]:
         nodes = [ref.node for ref in manifest.nodes]
-        if len(nodes) <= RECORD_READERS:
-            return {node: self.read_record(manifest, node) for node in nodes}
-        with ThreadPoolExecutor(RECORD_READERS) as pool:
-            return dict(zip(nodes, pool.map(lambda node: self.read_record(manifest, node), nodes), strict=True))
+
+        def read(node: int) -> NodeRecord:
+            return self.read_record(manifest, node)
+
+        return dict(zip(nodes, read_of_all(read, nodes), strict=True))
 
     def check_files(self, checkpoint: Checkpoint) -> None:
         """Check that every file of a checkpoint is there with its size; one list of its directory.

@@ -21,7 +21,7 @@ from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
 from safehold.pipeline import agreement, joining, ledger, leftovers, sweep
 from safehold.pipeline import snapshot as snapshots
-from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.pipeline.catalog import Catalog, find_restore_candidate, read_of_all
 from safehold.pipeline.leases import Observer
 from safehold.policy import belief
 from safehold.policy.retention import Best, Keep
@@ -172,8 +172,8 @@ def publish(tier: Tier, config: Config, arguments: dict[str, Any], events: Event
     """Commit: write the manifest over node records that are read back and verified."""
     commit = _commit(arguments["commit"])
     directory = paths.checkpoint_dir(commit)
-    found = []
-    for ref in arguments["nodes"]:
+
+    def read(ref: dict[str, Any]) -> records.NodeRecord:
         path = f"{directory}/{paths.node_record(ref['node'])}"
         what = f"the record of node {ref['node']}"
         try:
@@ -182,7 +182,9 @@ def publish(tier: Tier, config: Config, arguments: dict[str, Any], events: Event
             ledger.check_newest(tier, commit.incarnation)  # a newer one sweeps what it finds uncommitted
             raise TornFileError(f"{what} is gone", path=path, step=commit.step, tier=tier.name) from exc
         agreement.check_bytes(data, ref["size_bytes"], ref["blake3"], path=path, step=commit.step, what=what)
-        found.append(records.decode_node_record(data, path=path))
+        return records.decode_node_record(data, path=path)
+
+    found = read_of_all(read, arguments["nodes"])
     total, checksum = agreement.totals(found)
     manifest = records.Manifest(
         run_id=arguments["run_id"],

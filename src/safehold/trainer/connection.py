@@ -128,7 +128,7 @@ def _meet(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
 
     def by_node() -> list[str]:
         assert told is not None
-        return [told[min(world.ranks_of(node))] for node in range(len(world.node_names))]
+        return [told[min(ranks)] for ranks in world.ranks_by_node()]
 
     client.addresses = exchange.decide("addresses", by_node)
     error: CheckpointError | None = None

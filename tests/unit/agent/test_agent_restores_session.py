@@ -9,7 +9,7 @@ from agent_fakes import FakePeer, Node, hello, world_of
 
 from safehold.agent import messages as m
 from safehold.agent.session import Session
-from safehold.errors import ConfigurationError, DeadlineError, RankLostError, StorageError, from_wire
+from safehold.errors import ConfigurationError, DeadlineError, RankLostError, StorageError, SupersededError, from_wire
 from safehold.events import EventStream
 
 
@@ -164,3 +164,11 @@ def test_before_the_run_is_open_there_is_nothing_to_restore() -> None:
         with pytest.raises(ConfigurationError, match="not open yet"):
             session.handle(peer, message, None)
     session.close()
+
+
+def test_whose_arena_was_being_made_when_another_job_came_hears_of_that_job() -> None:
+    node = Node()
+    node.send(0, m.Prepare(8, 8192))
+    node.session.end(2)
+    node.work.run_until(lambda: node.reply_to(0, 8))
+    assert isinstance(node.peers[0].refusal(), SupersededError)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from run_dirs import RunDir
 
 from safehold.config import Config
-from safehold.errors import SupersededError
+from safehold.errors import SupersededError, TornFileError
 from safehold.events import EventStream
+from safehold.format import paths, records
 from safehold.pipeline import maintenance
+from safehold.pipeline.catalog import RECORD_READERS
 from safehold.policy.retention import Keep
 from safehold.testing.fake_tier import FakeTier
 from safehold.types import CommitId
@@ -72,3 +76,44 @@ def test_retention_lets_go_of_what_the_agent_names(run: RunDir) -> None:
 def test_keep_rules_cross_the_socket() -> None:
     for keep in (Keep(last=3), Keep(last=1, every_steps=100, every_hours=2.0)):
         assert maintenance.keep_from_wire(maintenance.keep_to_wire(keep)) == keep
+
+
+def publishing(run: RunDir, num_nodes: int) -> tuple[CommitId, dict[str, object]]:
+    """A checkpoint of so many nodes that lacks only its manifest, and what publishing it is told."""
+    commit = run.save(10, world_size=num_nodes)
+    manifest = run.path(commit, paths.MANIFEST)
+    found = records.decode_manifest(manifest.read_bytes(), path="")
+    manifest.unlink()
+    return commit, {
+        "commit": [commit.step, commit.incarnation, commit.attempt],
+        "run_id": found.run_id,
+        "world_size": num_nodes,
+        "nodes": [{"node": ref.node, "size_bytes": ref.size_bytes, "blake3": ref.blake3} for ref in found.nodes],
+        "plan_digest": found.plan_digest,
+        "plan_size": found.plan_size_bytes,
+        "metrics": {},
+        "final": False,
+    }
+
+
+def test_a_commit_reads_the_records_of_many_nodes_several_at_a_time(run: RunDir) -> None:
+    commit, arguments = publishing(run, RECORD_READERS + 1)
+    together = threading.Barrier(2, timeout=10.0)
+
+    class Waiting(FakeTier):
+        def get(self, path: str, *, limit_bytes: int, retry_s: float | None = None) -> bytes:
+            if path.endswith(("node-00000.json", "node-00001.json")):
+                together.wait()  # each comes only while the other is under way
+            return super().get(path, limit_bytes=limit_bytes, retry_s=retry_s)
+
+    maintenance.publish(Waiting(run.tier), Config(), arguments, EventStream())
+    assert run.path(commit, paths.MANIFEST).exists()
+
+
+def test_a_commit_names_the_first_record_that_is_gone(run: RunDir) -> None:
+    commit, arguments = publishing(run, RECORD_READERS + 1)
+    for node in (7, 3):
+        run.path(commit, paths.node_record(node)).unlink()
+    with pytest.raises(TornFileError, match="the record of node 3 is gone"):
+        maintenance.publish(run.tier, Config(), arguments, EventStream())
+    assert not run.path(commit, paths.MANIFEST).exists()
