@@ -11,9 +11,9 @@ from worlds import live, whole_save
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.follower import Follower
 from safehold.agent.head import Head
+from safehold.agent.hearing import Hearing
 from safehold.agent.saves import NodeSaves
-from safehold.agent.session import Session
-from safehold.errors import DeadlineError
+from safehold.errors import CheckpointError, DeadlineError
 from safehold.format import paths
 from safehold.pipeline import ledger, maintenance
 from safehold.policy import belief, commit
@@ -119,7 +119,11 @@ def test_a_restore_of_an_older_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def older(tier: Any, config: Any, arguments: dict[str, Any], events: Any) -> Any:
         newest = find(tier, config, arguments, events)
         exclude = [newest["commit"]] if newest["commit"] else []
-        return find(tier, config, {**arguments, "exclude": exclude}, events)
+        try:
+            second = find(tier, config, {**arguments, "exclude": exclude}, events)
+        except CheckpointError:  # there is only this one
+            return newest
+        return second if second["commit"] else newest
 
     monkeypatch.setitem(maintenance.OPERATIONS, "find", older)
     violated("was offered, and", lambda seed: live(seed, 120.0))
@@ -192,7 +196,7 @@ def test_words_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_said_while_nodes_had_lost_each_other_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_tell_what_is_open", lambda self: None)
+    monkeypatch.setattr(Hearing, "_tell_what_is_open", lambda self: None)
     monkeypatch.setattr(Follower, "lost_error", lambda self: None)
     with pytest.raises((Violation, TypeError, AttributeError)):
         for seed in range(40):

@@ -178,7 +178,7 @@ class Job:
         given = {"compare": [], "metrics": {}, "part": part, "packs": [(0, PACK_BYTES)], "arena_bytes": PACK_BYTES}
         request = self.send(rank, m.Begin(0, step, attempt, digest_of(part), **{**given, **fields}))
         save = self.sessions[rank // self.per_node].saves._saves.get((step, attempt))
-        if save is not None and not save.blocked:
+        if save is not None and not save.blocked and self.answer_to(rank, request) is None:
             self.work.run_until(lambda: self.answer_to(rank, request))
         self.deliver()
 

@@ -230,6 +230,7 @@ class Line(Connection):
     def __init__(self, world: World, agent: Agent, trainer: Trainer) -> None:
         self._world, self.agent, self._trainer = world, agent, trainer
         self.rank, self.pid = -1, 0
+        self.process = None
         self.session = None
         self.orderly, self.linger, self.closed, self.refused = False, True, False, False
         self._down_at = self._up_at = 0.0

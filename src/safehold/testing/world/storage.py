@@ -18,7 +18,7 @@ from safehold.format import paths
 from safehold.pipeline.catalog import RECORD_READERS
 from safehold.testing.world import fibers
 from safehold.testing.world.timeline import Timeline, Work
-from safehold.tiers.base import Entry, PackReader, PackWriter, ProbeReport
+from safehold.tiers.base import TEMPORARY_PREFIX, Entry, PackReader, PackWriter, ProbeReport
 
 T = TypeVar("T")
 URL = "world:///run"
@@ -243,7 +243,8 @@ class View:
 
     def list(self, directory: str) -> list[Entry]:
         """See `Tier`."""
-        return self._call(directory, lambda: self._storage.entries(directory))
+        found = self._call(directory, lambda: self._storage.entries(directory))
+        return [entry for entry in found if not entry.name.startswith(TEMPORARY_PREFIX)]
 
     def delete(self, path: str) -> None:
         """See `Tier`."""
