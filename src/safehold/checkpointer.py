@@ -20,7 +20,7 @@ from safehold.events import EventStream
 from safehold.pipeline.exchange import membership
 from safehold.pipeline.maintenance import keep_to_wire
 from safehold.policy.cadence import Every, due_by_steps, parse_every
-from safehold.policy.retention import Best, Keep
+from safehold.policy.retention import Best, Keep, as_keep
 from safehold.state.collect import preload
 from safehold.state.leaves import RestoreOptions
 from safehold.tiers.open import place
@@ -83,14 +83,13 @@ class Checkpointer:
         **settings: Any,
     ) -> None:
         self.path = place(path)
-        built = config_source.build(Config, config_source.load(Config, arguments=settings))
-        self.config: Config = resolve(built, self.path)
+        self.config: Config = resolve(
+            config_source.build(Config, config_source.load(Config, arguments=settings)), self.path
+        )
         self.events = EventStream("trainer")
         install_listener(self.events)
         self._every: Every = parse_every(every)
-        if isinstance(keep, bool) or not isinstance(keep, int | Keep):
-            raise ConfigurationError(f"keep is a number of checkpoints or a safehold.Keep, not {keep!r}")
-        self._keep = Keep(last=keep) if isinstance(keep, int) else keep
+        self._keep = as_keep(keep)
         self._overlap = overlap
         member = membership(store, rank, world_size)
         self.rank, self.world_size = member.rank, member.world_size

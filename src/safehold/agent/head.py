@@ -8,7 +8,7 @@ lost takes its ranks along; what waits for them ends at once, by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -17,6 +17,7 @@ from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
 from safehold.agent.fetching import Afar, Fetching, look_afar
 from safehold.agent.flusher_client import Flusher
+from safehold.agent.here import Here
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.means import Spawn, in_thread
@@ -38,36 +39,6 @@ from safehold.types import CommitId, TensorSpec
 
 Post = Callable[[Callable[[], None]], None]
 MAX_COMPARED = 64
-
-
-class Here(Protocol):
-    """The session on this node, as its head needs it."""
-
-    node: int
-    world: m.World
-    run_id: str
-    incarnation: int
-    ended_by: int
-
-    def hear(self, word: w.Word) -> None:
-        """Take a word of the lead."""
-        ...
-
-    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
-        """A new incarnation is open."""
-        ...
-
-    def end(self, by: int) -> None:
-        """A newer incarnation owns the run."""
-        ...
-
-    def steps(self) -> dict[int, int]:
-        """The last step of each of its ranks, as far as known."""
-        ...
-
-    def facts_of(self, step: int, attempt: int) -> tuple[dict[str, float], bool]:
-        """Metrics of a save, and whether it is the final one."""
-        ...
 
 
 class Head:

@@ -21,20 +21,18 @@ from typing import Any
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import greeting, places
+from safehold.agent import greeting
 from safehold.agent import messages as m
-from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
-from safehold.agent.fetching import Afar, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
 from safehold.agent.means import REAL, Means
 from safehold.agent.net.seam import Listeners
 from safehold.agent.nodes import MeetingNetwork
+from safehold.agent.opening import Opening
 from safehold.agent.session import Session
-from safehold.agent.survival import survival_notes
 from safehold.clock import SYSTEM_CLOCK, Clock
 from safehold.config import Config
 from safehold.errors import (
@@ -52,8 +50,6 @@ TERM_SERVE_S, TERM_GRACE_S = 8.0, 20.0  # a job scheduler kills what is left som
 COPY_STOP_S = 3.0
 FAREWELL_S = 1.0
 ACCEPT_RETRY_S = 0.2
-SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
-"""Of the time for a start: the trainer hears what took too long before its own time is over."""
 MAX_WAIT_S = 1.0
 
 
@@ -296,7 +292,7 @@ class AgentServer:
                 case m.Begin() if self._settling:
                     raise AgentUnavailableError("the agent is leaving", rank=connection.rank)
                 case m.OpenRun():
-                    self._open_run(connection, self._session_of(connection), message)
+                    self._open_run(connection, message)
                 case _:
                     self._session_of(connection).handle(connection, message, payload)
         except CheckpointError as exc:
@@ -331,7 +327,7 @@ class AgentServer:
         address = session.nodes.address if session.nodes is not None else ""
         connection.reply(m.Welcome(hello.id, __version__, os.getpid(), address), fds)
         if session.incarnation and session is not self._current:
-            self._switch(session)
+            self.switch(session)
 
     def _refuse_if_older(self, hello: m.Hello) -> None:
         """A trainer comes back to an agent that serves a newer incarnation already."""
@@ -390,7 +386,7 @@ class AgentServer:
             events=self._events,
             make_network=self._make_network,
             on_opened=self._opened_elsewhere,
-            settle_old=self._settle_old,
+            settle_old=self.settle_old,
             copier=self._copier,
             means=self._means,
         )
@@ -400,7 +396,8 @@ class AgentServer:
     def _new_flusher(self, config: dict[str, Any]) -> Flusher:
         return Flusher(self.url, config, post=self.post, clock=self._clock, events=self._events, log_fd=self._log_fd)
 
-    def _switch(self, session: Session) -> None:
+    def switch(self, session: Session) -> None:
+        """A session owns the run here from now on; the one before has ended."""
         old = self._current
         if old is not None and old is not session:
             old.end(session.incarnation)
@@ -415,30 +412,21 @@ class AgentServer:
 
     # -- opening a run -----------------------------------------------------------------------------------------------------
 
-    def _open_run(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
-        session.refuse_if_ended(connection.rank)
-        if connection.rank != 0:
-            raise ConfigurationError("only rank 0 opens a run", rank=connection.rank)
+    def _open_run(self, connection: Connection, message: m.OpenRun) -> None:
+        session = self._session_of(connection)
+        assert self._flusher is not None and self._pool is not None
+        Opening(self, session, connection, message, flusher=self._flusher, pool=self._pool).begin()
 
-        head, start_s = session.head, session.config.start_timeout_s
-        if head is None:
-            raise ConfigurationError("only the agent beside rank 0 opens a run", rank=connection.rank)
+    @property
+    def current(self) -> Session | None:
+        """The session that owns the run here."""
+        return self._current
 
-        def placed(local_flash: bool, error: CheckpointError | None) -> None:
-            if error is not None:
-                self._not_opened(connection, session, message, error)
-                return
-            head.tell_all(w.Placed(local_flash))  # this node's flusher takes the new start's settings, too
-            self._create_incarnation(connection, session, message)
+    def has(self, session: Session) -> bool:
+        """Whether any rank of a session is here, or may come back."""
+        return session.token in self._sessions
 
-        def settled() -> None:
-            head.places.decide(placed, start_s * PLACE_SHARE)
-
-        deadline_s, others = start_s * SETTLE_SHARE, head.others
-        self._settle_old(session, lambda: others.after(settled), deadline_s)
-        others.ask(deadline_s)
-
-    def _settle_old(self, session: Session, then: Callable[[], None], deadline_s: float) -> None:
+    def settle_old(self, session: Session, then: Callable[[], None], deadline_s: float) -> None:
         """Have the job before finish, or give up, what it has in flight here."""
         old = self._current
         if old is None or old is session or old.ended_by:
@@ -448,7 +436,7 @@ class AgentServer:
 
     def _opened_elsewhere(self, session: Session, steps: list[int]) -> None:
         """A lead on another node has opened an incarnation."""
-        self._switch(session)
+        self.switch(session)
         if self._pool is not None:
             self._pool.drop_idle(set(session.local_ranks), self._pool.ranks_with_content(set(steps)))
 
@@ -456,47 +444,6 @@ class AgentServer:
         from safehold.agent.net.make import make_network
 
         return make_network(hello, listeners, url=self.url, events=self._events)
-
-    def _create_incarnation(self, connection: Connection, session: Session, message: m.OpenRun) -> None:
-        assert self._flusher is not None and self._pool is not None
-        flusher, pool, afar = self._flusher, self._pool, Afar()
-
-        def opened(value: Any, error: CheckpointError | None) -> None:
-            if error is not None:
-                self._not_opened(connection, session, message, error)
-                return
-            if session.token not in self._sessions:  # its ranks have left meanwhile
-                if self._current is not None:
-                    self._current.end(value["incarnation"])
-                return
-            old = self._current
-            warnings = [] if old is None or old is session else old.taken_over()
-            session.opened(value["run_id"], value["incarnation"], value["steps"])
-            self._switch(session)
-            pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
-            newest = max([*value["steps"], *value.get("steps_afar", ())], default=None)
-            notes = [*afar.notes, *value["notes"], *survival_notes(connection.pid)]
-            if (num_nodes := len(session.world.node_names)) > 1:
-                notes.append(places.note(session.local_flash, num_nodes))
-            warnings += afar.warnings
-            connection.reply(
-                m.RunOpened(
-                    message.id, session.run_id, session.incarnation, newest, notes, warnings, session.local_flash
-                )
-            )
-
-        def looked(found: Afar) -> None:
-            nonlocal afar
-            afar = found
-            arguments = {"token": session.token, "up_to": None, "exclude": [], "reason": "start", "held": afar.held}
-            flusher.call("open_run", arguments, opened, timeout_s=session.config.start_timeout_s * OPEN_SHARE)
-
-        look_afar(session.copier, session.config, looked, lambda error: opened(None, error))
-
-    def _not_opened(self, connection: Connection, session: Session, message: m.OpenRun, error: CheckpointError) -> None:
-        connection.refuse(message.id, error)
-        if self._current is not None and self._current is not session:
-            self._current.resume()
 
     def _facts(self) -> dict[str, Any]:
         return {

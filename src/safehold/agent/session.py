@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent import arena_requests
 from safehold.agent import messages as m
 from safehold.agent import words as w
-from safehold.agent.arenas import Arena, ArenaPool
+from safehold.agent.arenas import ArenaPool
 from safehold.agent.copying import Copying
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
@@ -28,6 +29,7 @@ from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
 from safehold.agent.parts import PartStore
 from safehold.agent.restores import Restores
+from safehold.agent.roles import new_follower, new_head
 from safehold.agent.saves import NodeSaves
 from safehold.clock import Clock
 from safehold.config import Config
@@ -35,13 +37,11 @@ from safehold.errors import (
     AgentUnavailableError,
     CheckpointError,
     ConfigurationError,
-    RankLostError,
     SupersededError,
     from_wire,
 )
 from safehold.events import EventStream
 from safehold.format.names import numbered
-from safehold.host import memfd
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
 from safehold.types import TensorSpec
@@ -106,8 +106,8 @@ class Session:
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
         self.copying = self._new_copying(self.copier) if self.copier is not None else None
-        self.head = self._new_head() if self.is_lead else None
-        self.follower = None if self.is_lead else self._new_follower()
+        self.head = new_head(self, post, clock, events, means) if self.is_lead else None
+        self.follower = None if self.is_lead else new_follower(self, clock)
         if self.incarnation:  # an agent before this one opened it
             self.placed(local_flash=hello.local_flash)
             self._start(self._known(None))
@@ -161,7 +161,7 @@ class Session:
     def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
         """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
         if self.ended_by:
-            reply(self._superseded())
+            reply(self.superseded())
             return
         self.flusher.call(
             "tier",
@@ -182,23 +182,6 @@ class Session:
         for process in (self.flusher, self.copier):
             if process is not None:
                 process.configure(self.config.to_wire(), peers)
-
-    def _new_head(self) -> Head:
-        return Head(
-            self,
-            config=self.config,
-            keep=self.keep,
-            every_seconds=self.every_seconds,
-            flusher=self.flusher,
-            copier=self.copier,
-            own_parts=self.parts,
-            memory_of=self.pool.holding,
-            send=self.send,
-            post=self._post,
-            clock=self._clock,
-            events=self._events,
-            spawn=self._means.spawn,
-        )
 
     def _new_copying(self, copier: Flusher) -> Copying:
         def tell_lead(report: w.Report) -> None:
@@ -221,16 +204,6 @@ class Session:
             self.head.replicator.stop(now=now)
         if self.copying is not None and now:
             self.copying.stop()
-
-    def _new_follower(self) -> Follower:
-        return Follower(
-            lead_name=self.world.node_names[self.lead_node],
-            send=lambda report: self.send(self.lead_node, report),
-            steps=self.steps,
-            every_seconds=self.every_seconds,
-            num_nodes=len(self.world.node_names),
-            clock=self._clock,
-        )
 
     @property
     def up(self) -> Head | Follower:
@@ -349,7 +322,7 @@ class Session:
             return
         self.ended_by = by
         self.stop_copying()
-        error = self._superseded()
+        error = self.superseded()
         if self.saves is not None:
             self.saves.end(error)
         for rank, peer in self.peers.items():
@@ -381,9 +354,10 @@ class Session:
     def refuse_if_ended(self, rank: int) -> None:
         """Raise `SupersededError` if this session has ended."""
         if self.ended_by:
-            raise self._superseded(rank)
+            raise self.superseded(rank)
 
-    def _superseded(self, rank: int | None = None) -> SupersededError:
+    def superseded(self, rank: int | None = None) -> SupersededError:
+        """Return what whoever still asks for something is refused with."""
         text = f"incarnation {self.ended_by} owns the run now; this is {self.incarnation}"
         hint = "another job was started in this run directory; stop this one, or give it a directory of its own"
         return SupersededError(text, rank=rank, hint=hint)
@@ -405,7 +379,7 @@ class Session:
             case m.Register():
                 self._register(peer, message)
             case m.Prepare():
-                self._prepare(peer, message)
+                arena_requests.prepare(self, peer, message, self._open_saves(peer))
             case m.Begin():
                 if self.follower is not None and self.follower.lost is not None:
                     raise self.follower.lost_error()  # nobody would ever decide about it
@@ -423,7 +397,7 @@ class Session:
                 self.up.ask(peer, message)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)
-                self._memory(peer, message)
+                arena_requests.memory(self, peer, message)
             case _:
                 raise ConfigurationError(f"unexpected request {type(message).__name__}", rank=peer.rank)
 
@@ -437,31 +411,6 @@ class Session:
         peer.reply(m.Done(message.id))
         if len(self.undeclared) == len(self.local_ranks):
             self.up.undeclared(self.undeclared)
-
-    def _prepare(self, peer: Peer, message: m.Prepare) -> None:
-        def ready(arena: Arena | None, error: CheckpointError | None) -> None:
-            if error is not None or arena is None:
-                error = self._superseded(peer.rank) if self.ended_by else error  # which is why it got none
-                peer.refuse(message.id, error or ConfigurationError("no arena", rank=peer.rank))
-                return
-            arena.verified = False  # from here on the trainer can write to it
-            peer.reply(m.Prepared(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
-
-        self.pool.prefer(peer.rank, message.numa_node)
-        size = self._open_saves(peer).arena_size(peer.rank, message.arena_bytes)
-        self.pool.acquire(peer.rank, size, ready)
-
-    def _memory(self, peer: Peer, message: m.MemoryAsk | m.RestoreDone) -> None:
-        match message:
-            case m.MemoryAsk():
-                arena = self.pool.of(message.rank)
-                if arena is None or arena.content is None:
-                    raise RankLostError(f"the memory of rank {message.rank} is gone", rank=message.rank)
-                with memfd.read_only(arena.fd) as fd:
-                    peer.reply(m.MemorySource(message.id, arena.size_bytes, arena.packs), (fd,))
-            case m.RestoreDone():
-                self.pool.drop_idle(set(self.local_ranks), set())  # no rank reads another job's memory any more
-                peer.reply(m.Done(message.id))
 
     # -- what the lead decides -------------------------------------------------------------------------------------------
 

@@ -65,6 +65,17 @@ class Keep:
             raise ConfigurationError(f"keep.best is {self.best!r}; it must be a safehold.Best")
 
 
+def as_keep(keep: object) -> Keep:
+    """Return the rule that a user's word stands for: a number of checkpoints, or a rule.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int | Keep):
+        raise ConfigurationError(f"keep is a number of checkpoints or a safehold.Keep, not {keep!r}")
+    return Keep(last=keep) if isinstance(keep, int) else keep
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

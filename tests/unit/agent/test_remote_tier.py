@@ -255,7 +255,7 @@ def test_a_job_that_is_over_gets_nothing_done_on_this_disk() -> None:
     """Its agent here knows of the newer incarnation, before its process on the other node does."""
     replies: list[Any] = []
     flusher = FakeFlusher({"tier": b"answer"})
-    session = SimpleNamespace(ended_by=0, flusher=flusher, config=Config(), _superseded=lambda: SupersededError("over"))
+    session = SimpleNamespace(ended_by=0, flusher=flusher, config=Config(), superseded=lambda: SupersededError("over"))
     Session._ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
     assert replies == [b"answer"] and flusher.log == [("tier", {"question": b"question"})]
     session.ended_by = 2
