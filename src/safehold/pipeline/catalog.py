@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,6 +33,7 @@ from safehold.format.plan import Plan
 from safehold.format.records import Manifest, NodeRecord, PackRecord, Quarantine, RunInfo
 from safehold.pipeline import agreement
 from safehold.pipeline import snapshot as snapshots
+from safehold.pipeline.several import read_of_all
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import belief
 from safehold.policy.belief import Listing
@@ -43,9 +43,6 @@ from safehold.types import CommitId
 
 T = TypeVar("T")
 N = TypeVar("N")
-
-RECORD_READERS = 8
-"""Node records are read by this many threads: on network file systems each costs a round trip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +176,6 @@ class RestoreCandidate:
     checkpoint: Checkpoint | None
     rejected: tuple[tuple[CommitId, CheckpointError], ...]
     problems: tuple[CheckpointError, ...]
-
-
-def read_of_all(read: Callable[[N], T], nodes: Sequence[N]) -> list[T]:
-    """Return what `read` returns for each, several at a time where they are many; the first that raises is raised."""
-    if len(nodes) <= RECORD_READERS:
-        return [read(node) for node in nodes]
-    with ThreadPoolExecutor(RECORD_READERS) as pool:
-        return list(pool.map(read, nodes))
 
 
 class Catalog:

@@ -21,8 +21,9 @@ from safehold.format import crc, objects_file, paths, records
 from safehold.format.names import numbered
 from safehold.pipeline import agreement, joining, ledger, leftovers, sweep
 from safehold.pipeline import snapshot as snapshots
-from safehold.pipeline.catalog import Catalog, find_restore_candidate, read_of_all
+from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer
+from safehold.pipeline.several import read_of_all
 from safehold.policy import belief
 from safehold.policy.retention import Best, Keep
 from safehold.tiers.base import Tier

@@ -12,7 +12,7 @@ from safehold.errors import SupersededError, TornFileError
 from safehold.events import EventStream
 from safehold.format import paths, records
 from safehold.pipeline import maintenance
-from safehold.pipeline.catalog import RECORD_READERS
+from safehold.pipeline.several import RECORD_READERS
 from safehold.policy.retention import Keep
 from safehold.testing.fake_tier import FakeTier
 from safehold.types import CommitId

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from safehold.errors import ConfigurationError, StorageError
 from safehold.format import paths
-from safehold.pipeline.catalog import RECORD_READERS
+from safehold.pipeline.several import RECORD_READERS
 from safehold.testing.world import fibers
 from safehold.testing.world.timeline import Timeline, Work
 from safehold.tiers.base import TEMPORARY_PREFIX, Entry, PackReader, PackWriter, ProbeReport
