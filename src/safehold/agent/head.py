@@ -15,6 +15,7 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
+from safehold.agent.dealing import Dealing
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
@@ -110,6 +111,7 @@ class Head:
         self._known: Known | None = None
         self._manifests: dict[int, int] = {}
         self.lead: Lead | None = None
+        self._dealing = Dealing(self.tell, events)
         self.others = OthersSettled(set(self._ranks_of) - {here.node}, tell=self.tell, clock=clock)
         self.announcer = Announcer(
             world_size=world.world_size,
@@ -130,6 +132,7 @@ class Head:
             incarnation=lambda: here.incarnation,
             clock=clock,
             in_doubt=lambda: self._rebase_lost,
+            planned=lambda number: self._dealing.deal(number),
         )
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -224,6 +227,8 @@ class Head:
                 self._steps.update(report.steps)
             case w.SettledHere():
                 self.others.settled(node, report.number)
+            case w.Wants():
+                self._dealing.wants(node, report)
             case w.Came():
                 self.node_lost(node)
             case _:
@@ -311,6 +316,7 @@ class Head:
             self.restores.rank_gone(rank)
         self._manifests.pop(node, None)
         self.others.lost(node)
+        self._dealing.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:

@@ -94,6 +94,8 @@ class Hearing:
                     self._here.saves.drop_announced(dropped())
             case w.TellAgain():
                 self._tell_again()
+            case w.PassOn():
+                self._here.passing.dealt(word)
             case w.ToRank():
                 self._to_rank(word)
             case w.ToAll():
@@ -135,7 +137,9 @@ class Hearing:
         Raises:
             msgspec.DecodeError: It makes no sense from there.
         """
-        if self._here.head is not None and isinstance(message, w.Report):
+        if isinstance(message, w.Chunks):
+            self._here.passing.heard(node, message)
+        elif self._here.head is not None and isinstance(message, w.Report):
             self._here.head.report(node, message)
         elif self._here.follower is not None and node == self._here.lead_node:
             if isinstance(message, w.Came):
@@ -156,6 +160,7 @@ class Hearing:
     def node_lost(self, node: int, why: CheckpointError) -> None:
         """Another node is dead or cannot be reached."""
         self._events.emit("node_lost", node=self._here.world.node_names[node], error=str(why))
+        self._here.passing.node_lost(node)
         if self._here.head is not None:
             self._here.head.node_lost(node)
         elif node == self._here.lead_node:

@@ -93,6 +93,14 @@ class SettledHere(msgspec.Struct, tag="settled_here", frozen=True):
     number: int
 
 
+class Wants(msgspec.Struct, tag="wants", frozen=True):
+    """The chunks that the ranks of a node want in a round of a restore (`policy.passing_on`); comes before their last `planned`."""
+
+    round: int
+    num_chunks: int
+    chunks: bytes
+
+
 class Came(msgspec.Struct, tag="came", frozen=True):
     """Another agent came in the place of one that died: what that one had in flight is lost."""
 
@@ -161,6 +169,14 @@ class TellAgain(msgspec.Struct, tag="tell_again", frozen=True):
     """The node was lost to the lead, and is back: what either has told the other meanwhile may be lost. Tell what is in flight."""
 
 
+class PassOn(msgspec.Struct, tag="pass_on", frozen=True):
+    """Who reads what for whom, as far as it concerns the node: [members as they are dealt chunks, encoded set of chunks]."""
+
+    round: int
+    num_chunks: int
+    groups: list[tuple[list[int], bytes]]
+
+
 class ToRank(msgspec.Struct, tag="to_rank", frozen=True):
     """An answer for a trainer: an encoded reply."""
 
@@ -174,7 +190,19 @@ class ToAll(msgspec.Struct, tag="to_all", frozen=True):
     text: str
 
 
-Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Came
+# ---- between any two nodes ----
+
+
+class Chunks(msgspec.Struct, tag="chunks", frozen=True):
+    """What a node tells a neighbour of the chunks of a restore: which it has to give away ([number, size]), cannot give, has taken."""
+
+    round: int
+    here: list[tuple[int, int]] = []
+    failed: list[int] = []
+    taken: list[int] = []
+
+
+Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Wants | Came
 Word = (
     SettleOld
     | Opened
@@ -185,6 +213,7 @@ Word = (
     | Announce
     | DropAnnounced
     | TellAgain
+    | PassOn
     | ToRank
     | ToAll
 )
@@ -203,7 +232,7 @@ def _from_wire(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_messages: msgspec.msgpack.Decoder[Report | Word] = msgspec.msgpack.Decoder(Report | Word)
+_messages: msgspec.msgpack.Decoder[Report | Word | Chunks] = msgspec.msgpack.Decoder(Report | Word | Chunks)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -211,7 +240,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Report | Word:
+def decode(data: bytes) -> Report | Word | Chunks:
     """Return a message of another agent.
 
     Raises:
