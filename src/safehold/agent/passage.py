@@ -118,6 +118,7 @@ class Passage:
         self._fetching: set[int] = set()
         self._here: dict[int, int] = {}
         self._dead: set[int] = set()
+        self._done: set[int] = set()
         self._askers: deque[tuple[Asker, int, float]] = deque()
         self._told_at = float("-inf")
         self._closed = False
@@ -194,7 +195,7 @@ class Passage:
         other.lost = why
         why = f"node {self._names[node]} {why}"
         for number, reader in self._reader.items():
-            if reader == node and number not in self._shown and number not in self._fetching:
+            if reader == node and number not in self._fetching:
                 self._give_up(number, why)
         self._expect_no_taking(node)
 
@@ -306,11 +307,13 @@ class Passage:
     def _let_go(self, number: int) -> None:
         """Nobody uses a chunk any more, or it will not come."""
         self._taking.pop(number, None)
+        if self._shown.pop(number, None) is not None:
+            self._done.add(number)
         self.cache.free(number)
 
     def _give_up(self, number: int, why: str) -> None:
         """A chunk will not come; slots that somebody may still write to stay taken until that is over."""
-        if number in self._dead or number in self._shown:
+        if number in self._dead or number in self._shown or number in self._done:
             return
         self._dead.add(number)
         self.figures.given_up[why] = self.figures.given_up.get(why, 0) + 1
@@ -352,11 +355,13 @@ class Passage:
         self.go_on()
 
     def _wait_for_takers(self, now: float, patience_s: float) -> None:
-        for number, since in list(self._shown.items()):
-            for taker in self._takers(number) if self._reader[number] == self._node else ():
+        """Slots are short: who takes nothing is waited for no more; while it is, those that wait for us hear why, with their patience."""
+        own = sorted((number, since) for number, since in self._shown.items() if self._reader[number] == self._node)
+        for number, since in own:
+            for taker in self._takers(number):
                 if now - max(since, self._others[taker].took_at) > 4 * patience_s:
                     self._expect_no_taking(taker)
-        if now - self._told_at > patience_s / 2:
+        if own and self._takers(own[0][0]) and now - self._told_at > patience_s / 2:
             self._told_at = now
             for node, other in self._others.items():
                 if not other.lost:
