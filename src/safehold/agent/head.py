@@ -20,7 +20,7 @@ from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.parts import AllParts, PartStore
-from safehold.agent.ranks_afar import RankAfar
+from safehold.agent.ranks_afar import afar
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
 from safehold.agent.settling import OthersSettled
@@ -205,10 +205,12 @@ class Head:
         match report:
             case w.EventTold():
                 self._told(node, report)
-            case w.RankAsks():
+            case w.RanksAsk():
                 request = m.decode_request(report.request)
-                self._check_ranks(node, [report.rank])
-                self.ask(RankAfar(report.rank, node, self.tell, self._manifests), request)
+                self._check_ranks(node, report.ranks)
+                for peer in afar(report.ranks, node, self.tell, self._manifests):
+                    if not peer.answered:
+                        self.ask(peer, request)
             case w.Compared():
                 self._check_ranks(node, report.crcs)
                 if report.incarnation == self._here.incarnation:

@@ -118,10 +118,10 @@ class Hearing:
 
     def _to_rank(self, word: w.ToRank) -> None:
         assert self._here.follower is not None
-        found = self._here.follower.answered(word)
-        if found is None:
-            return
-        peer, reply = found
+        for peer, reply in self._here.follower.answered(word):
+            self._answer(peer, reply)
+
+    def _answer(self, peer: Peer, reply: Any) -> None:
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
             held = self._here.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
             memory = sorted(arena.rank for arena in held)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import greeting
+from safehold.agent import chunk_messages, greeting
 from safehold.agent.greeting import Greeting, OtherVersionError
 
 PROTOCOL = 1
@@ -345,71 +345,6 @@ class Verdict(msgspec.Struct, tag="verdict", frozen=True):
     misfit: tuple[list[str], list[str], list[str]] | None = None
 
 
-class CacheAsk(msgspec.Struct, tag="cache_ask", frozen=True):
-    """After `planned` went well: a rank that wants chunks asks whether some are passed on between nodes."""
-
-    id: int
-    round: int
-
-
-class Cache(msgspec.Struct, tag="cache", frozen=True):
-    """Descriptor: the memory that chunks are passed on through (`agent.chunk_cache`); none, and no groups, where none are.
-
-    `groups`: [nodes as they are dealt chunks, encoded set of chunks], as far as they concern this node.
-    """
-
-    id: int
-    node: int
-    size_bytes: int
-    num_slots: int
-    groups: list[tuple[list[int], bytes]]
-
-
-class ChunksAsk(msgspec.Struct, tag="chunks_ask", frozen=True):
-    """A rank has read chunks from storage into their slots, verified ([number, size]), or failed to, and asks for more.
-
-    `read_s`: the longest that one of them took.
-    """
-
-    id: int
-    round: int
-    read: list[tuple[int, int]] = []
-    failed: list[int] = []
-    read_s: float = 0.0
-
-
-class ChunksToRead(msgspec.Struct, tag="chunks_to_read", frozen=True):
-    """Chunks to read: [number, slot]. Empty: ask again, unless it is `over`."""
-
-    id: int
-    chunks: list[tuple[int, int]]
-    over: bool
-
-
-class ChunksUsed(msgspec.Struct, tag="chunks_used", frozen=True):
-    """A rank needs these chunks no more; the bytes of `wrong` did not verify."""
-
-    id: int
-    round: int
-    chunks: list[int]
-    wrong: list[int] = []
-
-
-class ReadingOver(msgspec.Struct, tag="reading_over", frozen=True):
-    """A rank needs the cache no more; `done`: nor does any other on any node, since all have verified. Replied to with `NodeRead`."""
-
-    id: int
-    round: int
-    done: bool
-
-
-class NodeRead(msgspec.Struct, tag="node_read", frozen=True):
-    """Bytes that all ranks of the node have read from storage, as they have voted."""
-
-    id: int
-    storage_bytes: int
-
-
 class RestoreDone(msgspec.Struct, tag="restore_done", frozen=True):
     """A rank is through; frees what the agent held for the restore."""
 
@@ -450,10 +385,10 @@ Request = (
     | RestoreAsk
     | MemoryAsk
     | Vote
-    | CacheAsk
-    | ChunksAsk
-    | ChunksUsed
-    | ReadingOver
+    | chunk_messages.CacheAsk
+    | chunk_messages.ChunksAsk
+    | chunk_messages.ChunksUsed
+    | chunk_messages.ReadingOver
     | RestoreDone
     | Bye
     | StatusAsk
@@ -469,9 +404,9 @@ Reply = (
     | Skipped
     | RestoreOffer
     | MemorySource
-    | Cache
-    | ChunksToRead
-    | NodeRead
+    | chunk_messages.Cache
+    | chunk_messages.ChunksToRead
+    | chunk_messages.NodeRead
     | Verdict
     | Status
     | Settled

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.chunk_cache import ChunkCache
@@ -131,7 +132,7 @@ class Passage:
 
     # -- ranks -----------------------------------------------------------------------------------------------------------
 
-    def ask(self, peer: Asker, message: m.ChunksAsk) -> None:
+    def ask(self, peer: Asker, message: chunk_messages.ChunksAsk) -> None:
         """A rank has read chunks, and asks for more."""
         self._slowest_s = max(self._slowest_s, min(message.read_s, 60.0))
         now = self._clock.monotonic()
@@ -153,7 +154,7 @@ class Passage:
         self._askers.append((peer, message.id, now + ASK_S))
         self.go_on()
 
-    def used(self, rank: int, message: m.ChunksUsed) -> None:
+    def used(self, rank: int, message: chunk_messages.ChunksUsed) -> None:
         """A rank needs chunks no more."""
         for number in message.wrong:
             reader = self._reader.get(number, self._node)
@@ -229,10 +230,10 @@ class Passage:
                 number = self._to_read.popleft()
                 chunks.append((number, self.cache.place(number)))
                 self._reading[number] = now
-            peer.reply(m.ChunksToRead(request, chunks, over=False))
+            peer.reply(chunk_messages.ChunksToRead(request, chunks, over=False))
         while self._askers and (not self._to_read or self._askers[0][2] <= now):
             peer, request, _ = self._askers.popleft()
-            peer.reply(m.ChunksToRead(request, [], over=not self._to_read))
+            peer.reply(chunk_messages.ChunksToRead(request, [], over=not self._to_read))
 
     def _num_read_slots(self) -> int:
         """Slots of chunks that this node reads."""
@@ -372,5 +373,5 @@ class Passage:
         self._closed = True
         while self._askers:
             peer, request, _ = self._askers.popleft()
-            peer.reply(m.ChunksToRead(request, [], over=True))
+            peer.reply(chunk_messages.ChunksToRead(request, [], over=True))
         self.cache.close()

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
@@ -123,34 +124,34 @@ class PassingOn:
     def handle(self, peer: Peer, message: m.Request) -> None:
         """Carry out a request of a rank."""
         match message:
-            case m.CacheAsk():
+            case chunk_messages.CacheAsk():
                 self._give_cache(peer, message)
-            case m.ChunksAsk():
+            case chunk_messages.ChunksAsk():
                 if (passage := self._at(message.round)) is None:
-                    peer.reply(m.ChunksToRead(message.id, [], over=True))
+                    peer.reply(chunk_messages.ChunksToRead(message.id, [], over=True))
                 else:
                     passage.ask(peer, message)
-            case m.ChunksUsed():
+            case chunk_messages.ChunksUsed():
                 if (passage := self._at(message.round)) is not None:
                     passage.used(peer.rank, message)
                 peer.reply(m.Done(message.id))
-            case m.ReadingOver():
+            case chunk_messages.ReadingOver():
                 self._given.discard(peer.rank)
                 if (message.done or not self._given) and self._at(message.round) is not None:
                     self._drop()
-                peer.reply(m.NodeRead(message.id, sum(self._read_bytes.values())))
+                peer.reply(chunk_messages.NodeRead(message.id, sum(self._read_bytes.values())))
 
     def _at(self, number: int) -> Passage | None:
         return self._passage if self._passage is not None and self._passage.number == number else None
 
-    def _give_cache(self, peer: Peer, message: m.CacheAsk) -> None:
+    def _give_cache(self, peer: Peer, message: chunk_messages.CacheAsk) -> None:
         passage = self._at(message.round)
         if passage is None:
-            peer.reply(m.Cache(message.id, self._here.node, 0, 0, []))
+            peer.reply(chunk_messages.Cache(message.id, self._here.node, 0, 0, []))
             return
         self._given.add(peer.rank)
         cache = passage.cache
-        reply = m.Cache(message.id, self._here.node, cache.size_bytes, cache.num_slots, self._groups)
+        reply = chunk_messages.Cache(message.id, self._here.node, cache.size_bytes, cache.num_slots, self._groups)
         peer.reply(reply, (cache.fd,))
 
     def rank_gone(self, rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
@@ -168,6 +169,7 @@ class Session:
             steps=self.steps,
             every_seconds=self.every_seconds,
             num_nodes=len(self.world.node_names),
+            num_ranks=len(self.local_ranks),
             clock=self._clock,
         )
 
@@ -356,7 +358,12 @@ class Session:
             case m.RestoreAsk() | m.Vote():
                 self._open_saves(peer)
                 self.up.ask(peer, self.passing.note(peer.rank, message))
-            case m.CacheAsk() | m.ChunksAsk() | m.ChunksUsed() | m.ReadingOver():
+            case (
+                chunk_messages.CacheAsk()
+                | chunk_messages.ChunksAsk()
+                | chunk_messages.ChunksUsed()
+                | chunk_messages.ReadingOver()
+            ):
                 self.passing.handle(peer, message)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)

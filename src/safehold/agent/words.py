@@ -61,10 +61,10 @@ class PartTold(msgspec.Struct, tag="part", frozen=True):
     data: bytes
 
 
-class RankAsks(msgspec.Struct, tag="rank_asks", frozen=True):
-    """A trainer's request that the lead answers: an encoded `RestoreAsk` or `Vote`."""
+class RanksAsk(msgspec.Struct, tag="ranks_ask", frozen=True):
+    """A request of trainers that the lead answers, to the first of them: an encoded `RestoreAsk` or `Vote`."""
 
-    rank: int
+    ranks: list[int]
     request: bytes
 
 
@@ -202,7 +202,7 @@ class Chunks(msgspec.Struct, tag="chunks", frozen=True):
     taken: list[int] = []
 
 
-Report = EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Wants | Came
+Report = EventTold | Compared | PartTold | RanksAsk | RankBegins | Undeclared | StepsSeen | SettledHere | Wants | Came
 Word = (
     SettleOld
     | Opened

@@ -2,7 +2,7 @@
 
 Invariants: no byte reaches a tensor before the checksum of its block was compared, here, or for memory by its agent after the last process
 that could write to it had ended; partial reads verify the blocks they touch and no more. A source that fails is replaced by the next
-(memory, or what other nodes pass on; then the tier) for the same bytes. Reads are large and in file order; what several ranks of a node
+(memory, or what other nodes pass on; then the tiers) for the same bytes. Reads are large and in file order; what several ranks of a node
 need goes through the page cache, so that storage is read once. Every read has a stall deadline.
 """
 
@@ -45,6 +45,7 @@ from safehold.types import Rect
 CHUNK_BYTES = 4 << 20
 MEMORY_CHUNK_BYTES = 1 << 20
 GAP_BYTES = 1 << 20
+MAX_FAILURES = 3
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class Reading:
         in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
             verified, by no more threads than the rank has cores.
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
+        more_tiers: Where else the same checkpoint is, nearest first; asked where `tier` fails.
         passing: Whether some of it may be passed on between nodes: then no read crosses the border of a chunk.
     """
 
@@ -103,10 +105,11 @@ class Reading:
         shared: bool = False,
         in_memory: bool = False,
         verified: Collection[int] = (),
+        more_tiers: Sequence[Tier] = (),
         passing: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._tier, self._checkpoint = tier, checkpoint
+        self._tier, self._tiers, self._checkpoint = tier, (tier, *more_tiers), checkpoint
         self._rank, self._memory = rank, memory
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
@@ -120,6 +123,7 @@ class Reading:
         self._passed: PassedChunks | None = None
         self._from_cache: deque[_Chunk] = deque()
         self._replaced: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._opening = threading.Lock()
@@ -314,9 +318,9 @@ class Reading:
             passed.taken(chunk.number, wrong=used is not cached and cached.came)
 
     def _from_first(self, chunk: _Chunk, buffer: memoryview, sources: Sequence[Any]) -> Any:
-        """Read from the first source that has the bytes as they should be; returns it."""
+        """Read from the first source that has the bytes as they should be, those that keep failing last; returns it."""
         last: CheckpointError | None = None
-        for source in sources:
+        for source in sorted(sources, key=lambda source: self._failures[source.label] >= MAX_FAILURES):
             try:
                 with self._storage_turns if isinstance(source, FlashSource) else nullcontext():
                     data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
@@ -326,9 +330,11 @@ class Reading:
                 last = exc
                 with self._lock:
                     self._replaced[f"{source.label}: {exc}"] += 1
+                    self._failures[source.label] += 1
                 continue
             self._apply(chunk, data)
             with self._lock:
+                self._failures[source.label] = 0
                 by = self.figures.bytes_by_source
                 by[source.name] = by.get(source.name, 0) + chunk.stop - chunk.start
                 if isinstance(source, FlashSource):
@@ -365,7 +371,7 @@ class Reading:
                 if held is not None and pack < len(held):
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
                 path = self._checkpoint.pack_path(rank, pack)
-                found.append(FlashSource(self._tier, path, shared=self._shared))
+                found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
                 self._sources[rank, pack] = found
             return found
 

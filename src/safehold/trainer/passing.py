@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent.chunk_cache import table_bytes
 from safehold.agent.client import AgentClient
@@ -40,7 +41,10 @@ class Passing:
         self._asked = True
         with suppress(CheckpointError, ValueError):
             cache, fds = self._client.request(
-                m.CacheAsk(0, self._round), m.Cache, self._config.request_timeout_s, "the cache of a restore"
+                chunk_messages.CacheAsk(0, self._round),
+                chunk_messages.Cache,
+                self._config.request_timeout_s,
+                "the cache of a restore",
             )
             try:
                 if not cache.groups or not fds:
@@ -74,7 +78,10 @@ class Passing:
             self._mapping.close()
         with suppress(CheckpointError):
             reply, _ = self._client.request(
-                m.ReadingOver(0, self._round, done), m.NodeRead, self._config.request_timeout_s, "the end of a restore"
+                chunk_messages.ReadingOver(0, self._round, done),
+                chunk_messages.NodeRead,
+                self._config.request_timeout_s,
+                "the end of a restore",
             )
             return reply.storage_bytes
         return 0
@@ -90,13 +97,13 @@ class Passing:
         self, read: list[tuple[int, int]], failed: list[int], read_s: float
     ) -> tuple[Sequence[tuple[int, int]], bool]:
         """See `passed_chunks.Talk`."""
-        message = m.ChunksAsk(0, self._round, read, failed, read_s)
+        message = chunk_messages.ChunksAsk(0, self._round, read, failed, read_s)
         reply, _ = self._client.request(
-            message, m.ChunksToRead, self._config.request_timeout_s, "what a restore reads for others"
+            message, chunk_messages.ChunksToRead, self._config.request_timeout_s, "what a restore reads for others"
         )
         return reply.chunks, reply.over
 
     def used(self, number: int, *, wrong: bool) -> None:
         """See `passed_chunks.Talk`."""
         with suppress(CheckpointError):
-            self._client.tell(m.ChunksUsed(-1, self._round, [number], [number] if wrong else []))
+            self._client.tell(chunk_messages.ChunksUsed(-1, self._round, [number], [number] if wrong else []))

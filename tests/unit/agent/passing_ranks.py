@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 from several_nodes import Job
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent.chunk_cache import GIVEN_UP, table_bytes
 from safehold.policy.passing_on import CHUNK_BYTES, encode
@@ -58,9 +58,9 @@ class Ranks:
         assert all(job.peers[rank].last(m.Verdict).outcome == "go" for rank in range(job.world_size))
         for rank, numbers in self.wants.items():
             if numbers:
-                job.send(rank, m.CacheAsk(0, self.round))
+                job.send(rank, chunk_messages.CacheAsk(0, self.round))
                 passage = job.sessions[rank // job.per_node].passing._passage
-                cache = job.peers[rank].last(m.Cache)
+                cache = job.peers[rank].last(chunk_messages.Cache)
                 assert bool(cache.groups) == (passage is not None)
                 self.passed[rank] = set(passage._reader) if passage is not None else set()
                 self.caches[rank] = passage.cache if passage is not None else None
@@ -88,7 +88,11 @@ class Ranks:
         return self._read(rank) | self._take(rank)
 
     def _read(self, rank: int) -> bool:
-        answer = self.job.answer_to(rank, self._asked[rank]) if rank in self._asked else m.ChunksToRead(0, [], False)
+        answer = (
+            self.job.answer_to(rank, self._asked[rank])
+            if rank in self._asked
+            else chunk_messages.ChunksToRead(0, [], False)
+        )
         if answer is None or rank in self._over:
             return False
         if answer.over:
@@ -104,7 +108,7 @@ class Ranks:
             self.caches[rank]._mapping.view[at : at + SIZE] = text
             read.append((number, SIZE))
         self.read[rank] += [number for number, _ in read]
-        self._asked[rank] = self.job.send(rank, m.ChunksAsk(0, self.round, read, failed))
+        self._asked[rank] = self.job.send(rank, chunk_messages.ChunksAsk(0, self.round, read, failed))
         return bool(read or failed)
 
     def _take(self, rank: int) -> bool:
@@ -124,7 +128,7 @@ class Ranks:
                 wrong.append(number)
                 self.storage[rank].append(number)
         self.wants[rank].pop(0)
-        self.job.send(rank, m.ChunksUsed(0, self.round, [number], wrong))
+        self.job.send(rank, chunk_messages.ChunksUsed(0, self.round, [number], wrong))
         return True
 
     def end(self) -> None:
@@ -135,7 +139,11 @@ class Ranks:
         assert all(job.peers[rank].last(m.Verdict).outcome == "go" for rank in range(job.world_size))
         for rank, cache in self.caches.items():
             if cache is not None:
-                job.send(rank, m.ReadingOver(0, self.round, True))
+                job.send(rank, chunk_messages.ReadingOver(0, self.round, True))
+
+    def all_read(self) -> list[int]:
+        """All chunks that were read for all."""
+        return sorted(number for numbers in self.read.values() for number in numbers)
 
     def loads(self) -> Counter[int]:
         """Node -> chunks that it has read for all."""
@@ -143,6 +151,3 @@ class Ranks:
         for rank, numbers in self.read.items():
             found[rank // self.job.per_node] += len(numbers)
         return found
-
-    def np_table(self, rank: int) -> Any:
-        return np.array(self.caches[rank]._table)

@@ -9,6 +9,7 @@ import pytest
 from passing_ranks import SIZE, Ranks
 from several_nodes import Job
 
+from safehold.agent import chunk_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.passing_on import PATIENCE_S
@@ -30,11 +31,11 @@ def test_what_all_want_is_read_once_and_taken_once_per_node() -> None:
     job, ranks = replicas()
     assert all(found > 12 * CHUNK_BYTES for found in lost_bytes(job)), "memory is lent of the budget"
     ranks.run()
-    assert sorted(sum(ranks.read.values(), [])) == list(range(12)), "each once, on all nodes together"
+    assert ranks.all_read() == list(range(12)), "each once, on all nodes together"
     assert ranks.loads() == {0: 4, 1: 4, 2: 4} and not any(ranks.storage.values())
-    assert job.read_bytes == {name: 2 * 4 * SIZE for name in job.names}, "each chunk once to each other node"
+    assert job.read_bytes == dict.fromkeys(job.names, 2 * 4 * SIZE), "each chunk once to each other node"
     ranks.end()
-    assert job.peers[3].last(m.NodeRead).storage_bytes == 4 * SIZE
+    assert job.peers[3].last(chunk_messages.NodeRead).storage_bytes == 4 * SIZE
     assert lost_bytes(job) == [0, 0, 0] and all(session.passing._passage is None for session in job.sessions)
     told = job.told(w.Chunks)
     assert len(told) < 60, "what is told is gathered"
@@ -46,7 +47,7 @@ def test_a_cache_that_is_much_smaller_than_what_is_passed_on_suffices(slots: int
     job, ranks = replicas(3, 2, 60, restore_cache_bytes=fits)
     assert all(session.passing._passage.cache.num_slots == slots for session in job.sessions)
     ranks.run()
-    assert sorted(sum(ranks.read.values(), [])) == list(range(60)) and not any(ranks.storage.values())
+    assert ranks.all_read() == list(range(60)) and not any(ranks.storage.values())
 
 
 def test_ranks_of_a_node_that_want_different_chunks_share_one_cache() -> None:
@@ -55,14 +56,14 @@ def test_ranks_of_a_node_that_want_different_chunks_share_one_cache() -> None:
     ranks = Ranks(job, wants, 40)
     ranks.plan()
     ranks.run()
-    assert sorted(sum(ranks.read.values(), [])) == list(range(40)) and not any(ranks.storage.values())
+    assert ranks.all_read() == list(range(40)) and not any(ranks.storage.values())
 
 
 def test_chunks_that_one_node_wants_are_its_own_business() -> None:
     job = Job(3)
     ranks = Ranks(job, {0: list(range(10)), 1: list(range(10)), 2: list(range(10, 20))}, 20)
     ranks.plan()
-    assert job.sessions[2].passing._passage is None and job.peers[2].last(m.Cache).size_bytes == 0
+    assert job.sessions[2].passing._passage is None and job.peers[2].last(chunk_messages.Cache).size_bytes == 0
     ranks.run()
     assert ranks.storage[2] == list(range(10, 20)) and ranks.loads() == {0: 5, 1: 5, 2: 0}
 
@@ -154,8 +155,9 @@ def test_a_rank_that_dies_ends_the_restore_and_frees_the_memory() -> None:
     assert job.pools[0].total_bytes == 0 and job.sessions[0].passing._passage is None
     for rank in (2, 3):
         job.send(rank, m.Vote(0, ranks.round, "verified"))
+    for rank in (2, 3):
         assert "left" in str(job.peers[rank].refusal())
-        job.send(rank, m.ReadingOver(0, ranks.round, False))
+        job.send(rank, chunk_messages.ReadingOver(0, ranks.round, False))
     assert job.pools[1].total_bytes == 0
 
 
@@ -163,14 +165,14 @@ def test_the_next_round_begins_with_nothing_of_the_one_before() -> None:
     job, ranks = replicas(2, 1)
     ranks.run()
     for rank in range(2):
-        job.send(rank, m.ReadingOver(0, ranks.round, False))
+        job.send(rank, chunk_messages.ReadingOver(0, ranks.round, False))
     job.send(0, m.Vote(0, ranks.round, "verified", {"class": "StorageError", "message": "no"}))
     job.send(1, m.Vote(0, ranks.round, "verified"))
     again = Ranks(job, {0: list(range(12)), 1: list(range(12))}, 12)
     again.plan()
     assert again.round != ranks.round
-    job.send(0, m.ChunksAsk(0, ranks.round, [(1, 10)]))
-    assert job.peers[0].last(m.ChunksToRead).over, "of a round that is over"
+    job.send(0, chunk_messages.ChunksAsk(0, ranks.round, [(1, 10)]))
+    assert job.peers[0].last(chunk_messages.ChunksToRead).over, "of a round that is over"
     again.run()
     assert not any(again.storage.values())
 
