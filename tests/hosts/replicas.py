@@ -1,6 +1,6 @@
-"""Ranks that all hold the same: `replicas.py RUN MIB [--save] [--settings DICT] [--go FILE]` saves it, or restores it and says how.
+"""Ranks that all hold the same: `replicas.py RUN MIB [--save] [--settings DICT] [--slow FILE BYTES_S]` saves it, or restores it.
 
-Prints `restored STEP HASH SOURCE RANK_BYTES NODE_BYTES` and a line for each warning of safehold.
+Prints `restored` and facts in JSON, `hash HASH`, and a line for each warning of safehold. FILE makes all ranks share a slow storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import safehold
 from safehold.errors import CheckpointError
 from safehold.testing.hosts import tell
+from safehold.testing.slow_tier import SharedRate, SlowTier
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("mib", type=int)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--settings", default="{}")
+    parser.add_argument("--slow", nargs=2, metavar=("FILE", "BYTES_S"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -39,6 +40,9 @@ def main() -> None:
             ckpt.save(1, state).wait(60)
             tell("committed", 1)
         else:
+            if options.slow:
+                rate = SharedRate(options.slow[0], float(options.slow[1]))
+                ckpt._restorer._tier = SlowTier(ckpt._restorer._tier, rate)  # type: ignore[assignment]
             dist.barrier()
             print("restoring", flush=True)
             begun = time.monotonic()
@@ -63,7 +67,6 @@ def main() -> None:
         for name in sorted(state):
             digest.update(state[name].numpy())
         print(f"hash {digest.hexdigest()}", flush=True)
-        Path(options.run).exists()
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,44 @@ def test_what_all_hosts_want_is_read_from_storage_once(four_hosts: Hosts, ranks:
     told = facts(found, 4 * ranks)
     assert hashes(found) == {wanted} and {entry["source"] for entry in told} == {"flash"}
     assert sum(entry["storage"] for entry in told) >= 4 * ranks * size
+
+
+def slow(hosts: Hosts, mib_s: float) -> list[str]:
+    return ["--slow", str(hosts.shared / "rate"), str(mib_s * (1 << 20))]
+
+
+def test_a_host_that_is_cut_off_while_it_serves_is_replaced_by_storage(four_hosts: Hosts) -> None:
+    wanted = saved(four_hosts, mib=2 * MIB)
+    settings = {"storage_interface": "storage", "peer_timeout_s": 9.0}
+    with job(four_hosts, *slow(four_hosts, 32), mib=2 * MIB, **settings) as found:
+        for rank in range(4):
+            found.until("restoring", rank=rank, timeout_s=40)
+        time.sleep(1.0)
+        four_hosts[3].cut("storage")
+        time.sleep(6.5)
+        four_hosts[3].heal("storage")
+        ended(found)
+    assert hashes(found) == {wanted}
+    told = facts(found, 4)
+    for rank in range(3):
+        assert "peers, node host-3" in found.output(rank), found.output(rank)
+        assert told[rank]["source"] == "flash+peers"
+    assert re.search(r"peers, node host-[012]", found.output(3)), found.output(3)
+    assert sum(entry["storage"] for entry in told) < 6 * (MIB << 20), "the others still pass on to each other"
+
+
+def test_a_host_that_dies_while_it_serves_ends_the_restore_by_name_and_the_next_is_whole(four_hosts: Hosts) -> None:
+    wanted = saved(four_hosts)
+    with job(four_hosts, *slow(four_hosts, 16), peer_timeout_s=4.0) as found:
+        for rank in range(4):
+            found.until("restoring", rank=rank, timeout_s=40)
+        time.sleep(1.0)
+        found.kill_host(2)
+        found.until("failed RankLostError", rank=0, timeout_s=30)
+        found.until("failed RankLostError", rank=3, timeout_s=30)
+        found.kill()
+        found.wait(20)
+    four_hosts.replace(2)
+    with job(four_hosts) as found:
+        ended(found)
+    assert hashes(found) == {wanted}

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from safehold.agent import chunk_messages
-from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.chunk_cache import ChunkCache
 from safehold.clock import Clock
@@ -25,7 +24,7 @@ NUM_FETCHES, FETCHES_PER_NODE = 6, 2
 GIVEN_AT_A_TIME = 2
 ASK_S = 1.0
 TELL_EVERY_S = 0.05
-SLOW_READS = 4
+SLOW_READS = 2
 MAX_FAILURES = 2
 
 

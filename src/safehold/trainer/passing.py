@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from safehold.agent import chunk_messages
-from safehold.agent import messages as m
 from safehold.agent.chunk_cache import table_bytes
 from safehold.agent.client import AgentClient
 from safehold.config import Config

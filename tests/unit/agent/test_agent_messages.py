@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from safehold._version import __version__
-from safehold.agent import greeting
-from safehold.agent import chunk_messages
+from safehold.agent import chunk_messages, greeting
 from safehold.agent import messages as m
 from safehold.errors import CommitError, ConfigurationError
 from safehold.host.sockets import MAX_FRAME_BYTES, Channel
