@@ -116,3 +116,11 @@ def test_the_messages_stay_small_for_1024_nodes_and_100_gb() -> None:
     sharded = {node: encode(range(node % 128 * 195, node % 128 * 195 + 196), num_chunks) for node in range(1024)}
     groups = deal(sharded, num_chunks)
     assert max(map(len, sharded.values())) < 100 and sum(len(group.chunks) for group in groups) < 1.1 * num_chunks
+
+
+def test_borders_of_shards_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passing_on, "MIN_SAVED_BYTES", 8 << 20)
+    borders = {node: encode(range(node * 20, node * 20 + 21), 2000) for node in range(64)}
+    assert deal(borders, 2000) == []
+    twice = {node: encode(range(node // 2 * 20, node // 2 * 20 + 21), 2000) for node in range(64)}
+    assert sum(len(group.chunks) for group in deal(twice, 2000)) >= 32 * 20

@@ -98,7 +98,8 @@ class PassingOn:
 
     def note(self, rank: int, message: m.Request) -> m.Request:
         """Keep what a vote says of chunks, and return it without; the lead hears what the node wants before the last of its votes."""
-        if not isinstance(message, m.Vote):
+        if not isinstance(message, m.Vote):  # a round begins, and a lead that is new counts from the start
+            self._round, self._wants, self._read_bytes = 0, {}, {}
             return message
         if message.phase == "verified":
             self._read_bytes[rank] = message.storage_bytes

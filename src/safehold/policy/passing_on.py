@@ -30,8 +30,8 @@ MAX_NODES: Final = 32
 MAX_GROUPS: Final = 256
 """Sets of nodes with chunks in common, per neighbourhood; chunks of further ones, the smallest, are read by everybody who wants them."""
 
-MIN_SAVED_BYTES: Final = 16 << 20
-"""Less is not worth the messages."""
+MIN_SAVED_BYTES: Final = 8 << 20
+"""What a neighbourhood must save its storage per node; less (the borders of shards, say) is not worth the messages."""
 
 MAX_CHUNKS: Final = 1 << 24
 
@@ -76,7 +76,7 @@ def deal(wants: Mapping[int, bytes], num_chunks: int) -> list[Group]:
         num_chunks: Of all packs.
 
     Returns:
-        The groups; none where too little would be saved. Chunks in none of them are read by whoever wants them.
+        The groups, but for neighbourhoods that would save too little. Chunks in none of them are read by whoever wants them.
 
     Raises:
         ValueError: What a node wants is malformed.
@@ -90,9 +90,11 @@ def deal(wants: Mapping[int, bytes], num_chunks: int) -> list[Group]:
     groups: list[Group] = []
     load: dict[int, int] = dict.fromkeys(wants, 0)
     for hood in _neighbourhoods([(key, classes[key]) for key in wanting]):
-        groups.extend(_deal_within(hood, bits, load))
-    saved = sum((len(group.members) - 1) * len(group.chunks) for group in groups)
-    return groups if saved * CHUNK_BYTES >= MIN_SAVED_BYTES else []
+        dealt = _deal_within(hood, bits, load)
+        saved = sum((len(group.members) - 1) * len(group.chunks) for group in dealt)
+        if saved * CHUNK_BYTES >= MIN_SAVED_BYTES * sum(map(len, hood.values())):
+            groups.extend(dealt)
+    return groups
 
 
 def _neighbourhoods(classes: Sequence[tuple[bytes, list[int]]]) -> list[dict[bytes, list[int]]]:

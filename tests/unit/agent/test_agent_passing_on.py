@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.passing_on import PATIENCE_S
 from safehold.policy.passing_on import CHUNK_BYTES, encode
+
+FOUND = {"commit": [10, 1, 0], "manifest": b"m", "newest": [10, 1, 0], "any_commit": True, "bad": [], "skipped": []}
 
 
 def replicas(num_nodes: int = 3, per_node: int = 2, num_chunks: int = 12, **settings: Any) -> tuple[Job, Ranks]:
@@ -177,6 +180,20 @@ def test_the_next_round_begins_with_nothing_of_the_one_before() -> None:
     assert not any(again.storage.values())
 
 
+def test_a_lead_that_counts_from_the_start_again_meets_nothing_old() -> None:
+    job, ranks = replicas(2, 2)
+    told = len(job.told(w.Wants))
+    job.sessions[0].restores._end()
+    job.sessions[0].restores._count = ranks.round - 1
+    for rank in range(4):
+        job.send(rank, m.RestoreAsk(0, None))
+    job.flushers[0].answer("find", FOUND)
+    job.deliver()
+    assert job.peers[2].last(m.RestoreOffer).round == ranks.round
+    job.send(2, m.Vote(0, ranks.round, "planned", num_chunks=12, wants=encode([1], 12)))
+    assert len(job.told(w.Wants)) == told, "its other rank has not voted yet"
+
+
 def test_only_what_is_there_is_given_to_others() -> None:
     job, ranks = replicas(2, 1)
     provide = job.wires["n0"].providers["chunk"]
@@ -212,3 +229,36 @@ def test_what_a_neighbour_tells_is_not_believed_beyond_reason() -> None:
     with pytest.raises(msgspec.ValidationError):
         job.sessions[0].head.report(1, w.Wants(number, 12, b"nonsense"))
     ranks.run()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_fails_all_get_what_they_want(seed: int) -> None:
+    chance = random.Random(seed)
+    num_nodes, per_node = chance.randint(2, 5), chance.randint(1, 2)
+    num_chunks = chance.randint(10, 40)
+    job = Job(num_nodes, per_node, restore_cache_bytes=chance.choice([8, 10, 1000]) * CHUNK_BYTES)
+    wants = {
+        rank: sorted(chance.sample(range(num_chunks), chance.randint(num_chunks // 2, num_chunks)))
+        for rank in range(job.world_size)
+    }
+    ranks = Ranks(job, wants, num_chunks)
+    ranks.plan()
+    ranks.broken = set(chance.sample(range(num_chunks), chance.choice([0, 0, 2])))
+    for _ in range(chance.randint(0, 5)):
+        for rank in wants:
+            ranks.step(rank)
+    match chance.choice(["nothing", "cut", "asleep", "lying", "lost"]):
+        case "cut" if num_nodes > 2:
+            job.cut(1, 2, noticed=False)
+        case "asleep":
+            node = chance.randrange(num_nodes)  # all of it: who waits beside a stuck rank has a patience of its own
+            ranks.asleep |= {rank for rank in wants if rank // per_node == node}
+        case "lying":
+            ranks.lying.add(chance.choice(list(wants)))
+        case "lost":
+            job.sessions[0].passing.node_lost(1)
+    ranks.run()
+    for rank in set(wants) - ranks.asleep:
+        assert len(set(ranks.read[rank])) == len(ranks.read[rank])
+    num_read = len(ranks.all_read()) - len(set(ranks.all_read()))
+    assert num_read == 0, "no chunk is read for all twice"
