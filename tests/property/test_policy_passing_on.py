@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safehold.policy import passing_on
@@ -42,6 +42,7 @@ def check(wants: dict[int, set[int]], num_chunks: int) -> dict[int, Counter[int]
     return passed
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 60).flatmap(
         lambda n: st.tuples(
@@ -54,6 +55,7 @@ def test_any_wants(made: tuple[int, dict[int, set[int]]]) -> None:
     check(wants, num_chunks)
 
 
+@settings(deadline=None)
 @given(num_nodes=st.integers(2, 300), num_chunks=st.integers(1, 200))
 def test_replicas_read_once_per_neighbourhood(num_nodes: int, num_chunks: int) -> None:
     groups = deal({node: encode(range(num_chunks), num_chunks) for node in range(num_nodes)}, num_chunks)
@@ -63,6 +65,7 @@ def test_replicas_read_once_per_neighbourhood(num_nodes: int, num_chunks: int) -
     assert {len(group.members) for group in groups} <= {num_nodes // hoods, num_nodes // hoods + 1}
 
 
+@settings(deadline=None)
 @given(shards=st.integers(1, 12), replicas=st.integers(2, 8), per_shard=st.integers(1, 20))
 def test_shards_with_replicas_share_the_reading_evenly(shards: int, replicas: int, per_shard: int) -> None:
     num_chunks = shards * per_shard
@@ -84,6 +87,7 @@ def test_what_all_want_is_dealt_to_who_has_least() -> None:
     assert shared.members[0] == 0 and shared.readers().tolist() == [0]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 500).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(0, n - 1)), max_size=n))))
 def test_sets_of_chunks_travel_as_they_are(made: tuple[int, set[int]]) -> None:
     num_chunks, chunks = made
@@ -96,6 +100,7 @@ def test_what_is_no_set_of_so_many_chunks_is_refused(data: bytes) -> None:
         decode(data, 90)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 40 << 20), min_size=1, max_size=3), min_size=1))
 def test_numbers_lead_back_to_where_chunks_lie(sizes: dict[int, list[int]]) -> None:
     numbers = Numbering(sizes)
