@@ -14,6 +14,7 @@ from safehold.errors import ConfigurationError
 OverlapPolicy = Literal["wait", "skip", "replace"]
 OnFailure = Literal["raise", "warn"]
 Flash = Literal["auto", "shared", "local"]
+PassOn = Literal["auto", "off"]
 MAX_THREADS = 256
 MAX_SECONDS = 1e9
 MAX_BYTES = 1 << 60
@@ -43,6 +44,9 @@ class Config:
         flush_busy_share: Share of the node's CPU time that flushes take at most while training leaves no core idle; 0: no limit.
         flush_nice: Niceness of what runs beside training: flushers, and threads of the agent that populate arenas; 0 to 19.
         restore_threads: Threads of one rank's restore; all but one of them read at a time, and the other verifies and copies.
+        restore_pass_on: `auto`: bytes that several nodes want in a restore are read from storage once and passed on between their agents;
+            `off`: every node reads all that it wants.
+        restore_cache_bytes: Memory of a node for that, within its memory budget, and for as long as the restore takes.
         delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
         lease_s: Seconds that a reader's lease (`safehold.load`) outlives a reader that died; renewed every third of it. 1 to 86400.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
@@ -84,6 +88,8 @@ class Config:
     flush_busy_share: float = 0.05
     flush_nice: int = 19
     restore_threads: int = 3
+    restore_pass_on: PassOn = "auto"
+    restore_cache_bytes: int = 1 << 30
     delete_grace_s: float = 30.0
     lease_s: float = 600.0
     split_bytes: int = 4 << 20
@@ -113,6 +119,8 @@ class Config:
             raise ConfigurationError(f"on_failure must be raise or warn, not {self.on_failure!r}")
         if self.flash not in ("auto", "shared", "local"):
             raise ConfigurationError(f"flash must be auto, shared or local, not {self.flash!r}")
+        if self.restore_pass_on not in ("auto", "off"):
+            raise ConfigurationError(f"restore_pass_on must be auto or off, not {self.restore_pass_on!r}")
         if not 1 <= self.flush_threads <= MAX_THREADS or not 1 <= self.restore_threads <= MAX_THREADS:
             raise ConfigurationError(f"flush_threads and restore_threads must be from 1 to {MAX_THREADS}")
         if self.max_failures < 0:

@@ -37,6 +37,8 @@ from safehold.errors import ConfigurationError
         ("runtime_dir", 3),
         ("overlap_policy", "never"),
         ("on_failure", None),
+        ("restore_pass_on", "always"),
+        ("restore_cache_bytes", -1),
         ("pack_size_bytes", 4096),
     ],
 )

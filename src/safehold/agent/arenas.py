@@ -86,7 +86,7 @@ class ArenaPool:
         self._configured_budget = budget_bytes
         self._budget = 0
         self._arenas: dict[int, Arena] = {}
-        self._lost_bytes = 0
+        self._lost_bytes = self._lent_bytes = 0
         self._wanted: dict[int, int] = {}
         self._parted: list[Arena] = []
         self._ranks: set[int] | None = None
@@ -95,8 +95,9 @@ class ArenaPool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes allocated, those given up to stuck flushers included."""
-        return sum(arena.size_bytes for arena in (*self._arenas.values(), *self._parted)) + self._lost_bytes
+        """Bytes allocated, those given up to stuck flushers and those lent included."""
+        arenas = (*self._arenas.values(), *self._parted)
+        return sum(arena.size_bytes for arena in arenas) + self._lost_bytes + self._lent_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -160,6 +161,18 @@ class ArenaPool:
             found = replace(found, available_bytes=found.available_bytes + self.total_bytes)
             limit = self._configured_budget or None
             self._budget = memory.budget_bytes(found, limit_bytes=limit)
+
+    def lend(self, at_most_bytes: int, multiple_bytes: int) -> int:
+        """Set memory of the budget aside for something else than arenas, as much as is left of it; returns how much."""
+        self._set_budget()
+        left = max(0, min(at_most_bytes, self._budget - self.total_bytes))
+        lent = left // multiple_bytes * multiple_bytes
+        self._lent_bytes += lent
+        return lent
+
+    def take_back(self, size_bytes: int) -> None:
+        """What was lent is free again."""
+        self._lent_bytes -= size_bytes
 
     def prefer(self, rank: int, numa_node: int) -> None:
         """From now on have the pages of new arenas of `rank` come from this NUMA node, if it is one (-1: from anywhere)."""

@@ -1,7 +1,7 @@
 """The way from a node to a lead elsewhere: reports go over the network, and what waits for the lead ends when it is lost.
 
 Invariants: used from the dispatcher thread only; nothing here waits. Every request of a rank that went to the lead is answered: by the
-lead, or by its loss.
+lead, or by its loss (`asks`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import POLL_S, report_interval_s
+from safehold.agent.asks import NodeAsks
 from safehold.agent.node_save import Peer
 from safehold.clock import Clock
 from safehold.errors import CheckpointError, RankLostError
@@ -29,6 +30,7 @@ class Follower:
         steps: Returns the last step of each rank of this node.
         every_seconds: Interval of saves by time; 0: none.
         num_nodes: Nodes of the run.
+        num_ranks: Ranks of this node.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Follower:
         steps: Callable[[], dict[int, int]],
         every_seconds: float,
         num_nodes: int,
+        num_ranks: int,
         clock: Clock,
     ) -> None:
         self._lead_name, self._send, self._steps, self._clock = lead_name, send, steps, clock
@@ -47,7 +50,7 @@ class Follower:
         self._told: dict[int, int] = {}
         self._told_at = self._polled_at = clock.monotonic()
         self._announced: int | None = None
-        self._asked: dict[tuple[int, int], Peer] = {}
+        self._asks = NodeAsks(num_ranks, send, clock)
         self._manifests: dict[int, bytes] = {}
         self.lost: CheckpointError | None = None
         self._settling: list[tuple[float, Callable[[], None], Callable[[], bool]]] = []
@@ -63,8 +66,7 @@ class Follower:
         if self.lost is not None:
             peer.refuse(message.id, self.lost_error())
             return
-        self._asked[peer.rank, message.id] = peer
-        self._send(w.RankAsks(peer.rank, m.encode(message)))
+        self._asks.ask(peer, message)
 
     def begins(self, step: int, rank: int) -> None:
         """A rank asks to save."""
@@ -100,19 +102,19 @@ class Follower:
 
     # -- what comes back -------------------------------------------------------------------------------------------------
 
-    def answered(self, word: w.ToRank) -> tuple[Peer, m.Reply] | None:
-        """Return the rank that an answer is for; None if it is gone, or was answered before.
+    def answered(self, word: w.ToRank) -> list[tuple[Peer, m.Reply]]:
+        """Return the ranks that an answer is for, as they asked; none if they are gone, or were answered before.
 
         Raises:
             msgspec.DecodeError: It is no answer.
         """
         reply = m.decode_reply(word.reply)
-        peer = self._asked.pop((word.rank, reply.id), None)
+        waiting = self._asks.answered(word.rank, reply.id)
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
             if reply.manifest:
                 self._manifests = {reply.round: reply.manifest}
             reply = msgspec.structs.replace(reply, manifest=self._manifests.get(reply.round, b""))
-        return (peer, reply) if peer is not None else None
+        return [(peer, msgspec.structs.replace(reply, id=question.id)) for peer, question in waiting]
 
     def announced(self, step: int) -> None:
         """All ranks are asked to save at this step."""
@@ -120,15 +122,12 @@ class Follower:
 
     def rank_gone(self, rank: int) -> None:
         """A rank's connection ended; it waits for nothing."""
-        for key in [key for key in self._asked if key[0] == rank]:
-            del self._asked[key]
+        self._asks.rank_gone(rank)
 
     def lead_lost(self, why: CheckpointError) -> None:
         """Nothing comes from the lead any more, or not from the one that was asked."""
         self.lost = why
-        waiting, self._asked = self._asked, {}
-        for (_, number), peer in waiting.items():
-            peer.refuse(number, self.lost_error())
+        self._asks.refuse_all(self.lost_error())
 
     def lead_back(self) -> None:
         """It can be reached again."""
@@ -158,11 +157,10 @@ class Follower:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        due = self._steps_due()
+        due = [self._steps_due(), self._asks.next_deadline()]
         if self._settling:
-            soon = self._clock.monotonic() + POLL_S
-            due = soon if due is None else min(due, soon)
-        return due
+            due.append(self._clock.monotonic() + POLL_S)
+        return min((when for when in due if when is not None), default=None)
 
     def _steps_due(self) -> float | None:
         if not self._tells_steps:
@@ -172,6 +170,7 @@ class Follower:
     def tick(self) -> None:
         """Tell the ranks' steps: now and then, and at once if one has passed what was announced."""
         self._settle()
+        self._asks.tick()
         now = self._clock.monotonic()
         due = self._steps_due()
         if due is None or now < due:

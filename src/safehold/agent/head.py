@@ -15,6 +15,7 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
+from safehold.agent.dealing import Dealing
 from safehold.agent.fetching import Afar, Fetching, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.here import Here
@@ -23,7 +24,7 @@ from safehold.agent.lead import Lead
 from safehold.agent.means import Spawn, in_thread
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
-from safehold.agent.ranks_afar import RankAfar
+from safehold.agent.ranks_afar import afar
 from safehold.agent.replicator import Replicator
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
@@ -93,6 +94,7 @@ class Head:
         self._known: Known | None = None
         self._manifests: dict[int, int] = {}
         self.lead: Lead | None = None
+        self._dealing = Dealing(self.tell, events)
         self.others = OthersSettled(set(self._ranks_of) - {here.node}, tell=self.tell, clock=clock)
         self.places = Places(
             names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
@@ -117,6 +119,7 @@ class Head:
             clock=clock,
             in_doubt=lambda: self._rebase_lost,
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
+            planned=lambda number: self._dealing.deal(number),
         )
 
     def _new_replicator(self, copier: Flusher | None) -> Replicator:
@@ -206,10 +209,12 @@ class Head:
         match report:
             case w.EventTold():
                 self._told(node, report)
-            case w.RankAsks():
+            case w.RanksAsk():
                 request = m.decode_request(report.request)
-                self._check_ranks(node, [report.rank])
-                self.ask(RankAfar(report.rank, node, self.tell, self._manifests), request)
+                self._check_ranks(node, report.ranks)
+                for peer in afar(report.ranks, node, self.tell, self._manifests):
+                    if not peer.answered:
+                        self.ask(peer, request)
             case w.Compared():
                 self._check_ranks(node, report.crcs)
                 if report.incarnation == self._here.incarnation:
@@ -232,6 +237,8 @@ class Head:
                 self.places.saw(node, report)
             case w.Copied():
                 self.replicator.copied(node, report)
+            case w.Wants():
+                self._dealing.wants(node, report)
             case w.Came():
                 self.node_lost(node)
                 self.replicator.node_back(node)
@@ -322,6 +329,7 @@ class Head:
         self.others.lost(node)
         self.places.lost(node)
         self.replicator.node_lost(node)
+        self._dealing.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:

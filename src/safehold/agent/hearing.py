@@ -99,6 +99,8 @@ class Hearing:
                     self._here.saves.drop_announced(dropped())
             case w.TellAgain():
                 self._tell_again()
+            case w.PassOn():
+                self._here.passing.dealt(word)
             case w.ToRank():
                 self._to_rank(word)
             case w.Copying() | w.Copy() | w.StopCopying():
@@ -134,10 +136,10 @@ class Hearing:
 
     def _to_rank(self, word: w.ToRank) -> None:
         assert self._here.follower is not None
-        found = self._here.follower.answered(word)
-        if found is None:
-            return
-        peer, reply = found
+        for peer, reply in self._here.follower.answered(word):
+            self._answer(peer, reply)
+
+    def _answer(self, peer: Peer, reply: Any) -> None:
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
             held = self._here.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
             memory = sorted(arena.rank for arena in held)
@@ -153,7 +155,9 @@ class Hearing:
         Raises:
             msgspec.DecodeError: It makes no sense from there.
         """
-        if self._here.head is not None and isinstance(message, w.Report):
+        if isinstance(message, w.Chunks):
+            self._here.passing.heard(node, message)
+        elif self._here.head is not None and isinstance(message, w.Report):
             self._here.head.report(node, message)
         elif self._here.follower is not None and node == self._here.lead_node:
             if isinstance(message, w.Came):
@@ -174,6 +178,7 @@ class Hearing:
     def node_lost(self, node: int, why: CheckpointError) -> None:
         """Another node is dead or cannot be reached."""
         self._events.emit("node_lost", node=self._here.world.node_names[node], error=str(why))
+        self._here.passing.node_lost(node)
         if self._here.head is not None:
             self._here.head.node_lost(node)
         elif node == self._here.lead_node:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import greeting
+from safehold.agent import chunk_messages, greeting
 from safehold.agent.greeting import Greeting, OtherVersionError
 
 PROTOCOL = 1
@@ -337,7 +337,9 @@ class Vote(msgspec.Struct, tag="vote", frozen=True):
     """A rank's word in a restore: phase `planned` or `verified`.
 
     `error` None means yes. `bad_path` names the checkpoint's file that failed, so that it is quarantined and an older one is offered.
-    With `planned` come the leaves that do not fit this rank's state; saved leaves that no rank has a place for are unexpected.
+    With `planned` come the leaves that do not fit this rank's state; saved leaves that no rank has a place for are unexpected. So does
+    `wants`: the chunks that are worth passing on (`policy.passing_on.encode`), of `num_chunks`. With `verified` come the bytes that were
+    read from storage.
     """
 
     id: int
@@ -348,6 +350,9 @@ class Vote(msgspec.Struct, tag="vote", frozen=True):
     missing: list[str] = []
     unexpected: list[str] = []
     mismatched: list[str] = []
+    num_chunks: int = 0
+    wants: bytes = b""
+    storage_bytes: int = 0
 
 
 class Verdict(msgspec.Struct, tag="verdict", frozen=True):
@@ -404,6 +409,10 @@ Request = (
     | RestoreAsk
     | MemoryAsk
     | Vote
+    | chunk_messages.CacheAsk
+    | chunk_messages.ChunksAsk
+    | chunk_messages.ChunksUsed
+    | chunk_messages.ReadingOver
     | RestoreDone
     | Bye
     | StatusAsk
@@ -419,6 +428,9 @@ Reply = (
     | Skipped
     | RestoreOffer
     | MemorySource
+    | chunk_messages.Cache
+    | chunk_messages.ChunksToRead
+    | chunk_messages.NodeRead
     | Verdict
     | Status
     | Settled

@@ -63,6 +63,7 @@ class Restores:
         clock: Time.
         in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
         fetching: Brings back from the second place what is newer there than anything usable here; None: there is none.
+        planned: Told the round in which all ranks begin to read, before they are.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Restores:
         clock: Clock,
         in_doubt: Callable[[], bool] = lambda: False,
         fetching: Fetching | None = None,
+        planned: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
-        self._when_idle, self._in_doubt, self._fetching = when_idle, in_doubt, fetching
+        self._when_idle, self._in_doubt, self._fetching, self._planned = when_idle, in_doubt, fetching, planned
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
@@ -262,6 +264,7 @@ class Restores:
             elif phase == "verified":
                 self._finish(current, votes)
             else:
+                self._planned(current.number)
                 self._answer(votes, "go", None)
             return
         broken = next((vote for vote in no.values() if vote.bad_path), None)

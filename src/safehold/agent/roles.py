@@ -44,5 +44,6 @@ def new_follower(here: Session, clock: Clock) -> Follower:
         steps=here.steps,
         every_seconds=here.every_seconds,
         num_nodes=len(here.world.node_names),
+        num_ranks=len(here.local_ranks),
         clock=clock,
     )

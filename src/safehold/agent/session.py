@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import arena_requests
+from safehold.agent import arena_requests, chunk_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
@@ -28,6 +28,7 @@ from safehold.agent.memory_checks import MemoryChecks
 from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
 from safehold.agent.parts import PartStore
+from safehold.agent.passing_on import PassingOn
 from safehold.agent.restores import Restores
 from safehold.agent.roles import new_follower, new_head
 from safehold.agent.saves import NodeSaves
@@ -106,6 +107,7 @@ class Session:
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
         self.copying = self._new_copying(self.copier) if self.copier is not None else None
+        self.passing = PassingOn(self, config=self.config, pool=pool, post=post, clock=clock, events=events)
         self.head = new_head(self, post, clock, events, means) if self.is_lead else None
         self.follower = None if self.is_lead else new_follower(self, clock)
         if self.incarnation:  # an agent before this one opened it
@@ -242,6 +244,7 @@ class Session:
             self.saves.rank_gone(rank)
         if self.follower is not None:
             self.follower.rank_gone(rank)
+        self.passing.rank_gone(rank)
         self.up.event(protocol.RankGone(rank=rank), self.incarnation)
 
     def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
@@ -338,6 +341,7 @@ class Session:
         self.controls.clear()
         self.node_control.close()
         self._checks.close()
+        self.passing.close()
         if self.nodes is not None:
             self.nodes.close()
 
@@ -394,7 +398,14 @@ class Session:
                 peer.reply(m.Done(message.id))
             case m.RestoreAsk() | m.Vote():
                 self._open_saves(peer)
-                self.up.ask(peer, message)
+                self.up.ask(peer, self.passing.note(peer.rank, message))
+            case (
+                chunk_messages.CacheAsk()
+                | chunk_messages.ChunksAsk()
+                | chunk_messages.ChunksUsed()
+                | chunk_messages.ReadingOver()
+            ):
+                self.passing.handle(peer, message)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 arena_requests.memory(self, peer, message)
@@ -451,16 +462,25 @@ class Session:
         if self.nodes is not None:
             self.nodes.send(node, message)
 
+    def report(self, report: w.Report) -> None:
+        """Tell the lead, which may be here."""
+        if self.head is not None:
+            self.head.report(self.node, report)
+        else:
+            self.send(self.lead_node, report)
+
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        return self.up.next_deadline()
+        due = (self.up.next_deadline(), self.passing.next_deadline())
+        return min((when for when in due if when is not None), default=None)
 
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
         self.up.tick()
+        self.passing.tick()
 
     def steps(self) -> dict[int, int]:
         """Return the last step of each rank of this node, as far as they have told."""

@@ -61,10 +61,10 @@ class PartTold(msgspec.Struct, tag="part", frozen=True):
     data: bytes
 
 
-class RankAsks(msgspec.Struct, tag="rank_asks", frozen=True):
-    """A trainer's request that the lead answers: an encoded `RestoreAsk` or `Vote`."""
+class RanksAsk(msgspec.Struct, tag="ranks_ask", frozen=True):
+    """A request of trainers that the lead answers, to the first of them: an encoded `RestoreAsk` or `Vote`."""
 
-    rank: int
+    ranks: list[int]
     request: bytes
 
 
@@ -108,6 +108,14 @@ class Copied(msgspec.Struct, tag="copied", frozen=True):
     sent_bytes: int = 0
     kept_bytes: int = 0
     error: dict[str, Any] | None = None
+
+
+class Wants(msgspec.Struct, tag="wants", frozen=True):
+    """The chunks that the ranks of a node want in a round of a restore (`policy.passing_on`); comes before their last `planned`."""
+
+    round: int
+    num_chunks: int
+    chunks: bytes
 
 
 class Came(msgspec.Struct, tag="came", frozen=True):
@@ -238,6 +246,14 @@ class LeftOut(msgspec.Struct, tag="left_out", frozen=True):
     reason: str
 
 
+class PassOn(msgspec.Struct, tag="pass_on", frozen=True):
+    """Who reads what for whom, as far as it concerns the node: [members as they are dealt chunks, encoded set of chunks]."""
+
+    round: int
+    num_chunks: int
+    groups: list[tuple[list[int], bytes]]
+
+
 class ToRank(msgspec.Struct, tag="to_rank", frozen=True):
     """An answer for a trainer: an encoded reply."""
 
@@ -251,8 +267,31 @@ class ToAll(msgspec.Struct, tag="to_all", frozen=True):
     text: str
 
 
+# ---- between any two nodes ----
+
+
+class Chunks(msgspec.Struct, tag="chunks", frozen=True):
+    """What a node tells a neighbour of the chunks of a restore: which it has to give away ([number, size]), cannot give, has taken."""
+
+    round: int
+    here: list[tuple[int, int]] = []
+    failed: list[int] = []
+    taken: list[int] = []
+
+
 Report = (
-    EventTold | Compared | PartTold | RankAsks | RankBegins | Undeclared | StepsSeen | SettledHere | Saw | Copied | Came
+    EventTold
+    | Compared
+    | PartTold
+    | RanksAsk
+    | RankBegins
+    | Undeclared
+    | StepsSeen
+    | SettledHere
+    | Saw
+    | Copied
+    | Wants
+    | Came
 )
 Word = (
     SettleOld
@@ -271,6 +310,7 @@ Word = (
     | StopCopying
     | Replicated
     | LeftOut
+    | PassOn
     | ToRank
     | ToAll
 )
@@ -289,7 +329,7 @@ def _from_wire(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_messages: msgspec.msgpack.Decoder[Report | Word] = msgspec.msgpack.Decoder(Report | Word)
+_messages: msgspec.msgpack.Decoder[Report | Word | Chunks] = msgspec.msgpack.Decoder(Report | Word | Chunks)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -297,7 +337,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Report | Word:
+def decode(data: bytes) -> Report | Word | Chunks:
     """Return a message of another agent.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Invariants: no byte reaches a tensor before the checksum of its block was compared, here, or for memory by its agent after the last process
 that could write to it had ended; partial reads verify the blocks they touch and no more. A source that fails is replaced by the next
-(memory, then flash) for the same bytes. Reads are large and in file order; what several ranks of a node need goes through the page
-cache, so that storage is read once. Every read has a stall deadline.
+(memory, or what other nodes pass on; then the tiers) for the same bytes. Reads are large and in file order; what several ranks of a node
+need goes through the page cache, so that storage is read once. Every read has a stall deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ from safehold.errors import (
 from safehold.format import crc, dtypes, names, paths
 from safehold.format.records import PackRecord
 from safehold.pipeline.catalog import Checkpoint
+from safehold.pipeline.copies import Copy, apply, offset_in
+from safehold.pipeline.passed_chunks import PassedChunks, quietly
 from safehold.pipeline.sources import FlashSource, MemorySource
+from safehold.policy import passing_on
 from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
 from safehold.state.fill import Target, host_buffer
 from safehold.state.leaves import Destination
@@ -41,19 +45,7 @@ from safehold.types import Rect
 CHUNK_BYTES = 4 << 20
 MEMORY_CHUNK_BYTES = 1 << 20
 GAP_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A run of bytes of a chunk that goes to a target: all of it contiguous on both sides, or a small strided box."""
-
-    target: Target
-    start: int
-    stop: int
-    raw_offset: int
-    transfer: Transfer
-    wanted: Rect
-    itemsize: int
+MAX_FAILURES = 3
 
 
 @dataclass(slots=True)
@@ -62,14 +54,16 @@ class _Chunk:
     pack: int
     start: int
     stop: int
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    number: int = -1
 
 
 @dataclass(slots=True, kw_only=True)
 class RestoreFigures:
-    """What a restore read: bytes by source, and seconds."""
+    """What a restore read: bytes by source, those that this rank read from storage (for itself and others), and seconds."""
 
     bytes_by_source: dict[str, int] = field(default_factory=dict)
+    storage_bytes: int = 0
     seconds: float = 0.0
     replaced: list[str] = field(default_factory=list)
 
@@ -94,6 +88,8 @@ class Reading:
         in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
             verified, by no more threads than the rank has cores.
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
+        more_tiers: Where else the same checkpoint is, nearest first; asked where `tier` fails.
+        passing: Whether some of it may be passed on between nodes: then no read crosses the border of a chunk.
     """
 
     def __init__(
@@ -109,9 +105,11 @@ class Reading:
         shared: bool = False,
         in_memory: bool = False,
         verified: Collection[int] = (),
+        more_tiers: Sequence[Tier] = (),
+        passing: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._tier, self._checkpoint = tier, checkpoint
+        self._tier, self._tiers, self._checkpoint = tier, (tier, *more_tiers), checkpoint
         self._rank, self._memory = rank, memory
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
@@ -120,14 +118,19 @@ class Reading:
         self._sources: dict[tuple[int, int], list[Any]] = {}
         self._views = [view for entry in destinations for _, view in entry.leaf.pieces]
         self._chunk_bytes = MEMORY_CHUNK_BYTES if in_memory and not self._verified else CHUNK_BYTES
+        self._numbering = passing_on.Numbering(checkpoint.plan.pack_sizes) if passing else None
         self._chunks = self._plan(destinations)
+        self._passed: PassedChunks | None = None
+        self._from_cache: deque[_Chunk] = deque()
+        self._replaced: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._opening = threading.Lock()
         # While one thread verifies and copies, the others read; more reads at a time make storage slower, not faster.
         self._storage_turns = threading.Semaphore(max(1, num_threads - 1))
         self._num_applying = 0
-        self._next = 0
+        self._todo = deque(self._chunks)
         self._failure: BaseException | None = None
         self._moved_at = 0.0
         self._done_bytes = 0
@@ -137,6 +140,27 @@ class Reading:
     def total_bytes(self) -> int:
         """Bytes that will be read."""
         return sum(chunk.stop - chunk.start for chunk in self._chunks)
+
+    @property
+    def wants(self) -> tuple[int, list[int]]:
+        """How many chunks the checkpoint has, and which of them are worth passing on to this rank."""
+        if self._numbering is None:
+            return 0, []
+        covered: Counter[int] = Counter()
+        for chunk in self._chunks:
+            chunk.number = self._numbering.of(chunk.rank, chunk.pack, chunk.start, chunk.stop)
+            covered[chunk.number] += chunk.stop - chunk.start
+        del covered[-1]
+        return self._numbering.num_chunks, passing_on.worth_passing(covered, self._numbering)
+
+    def take_from(self, passed: PassedChunks) -> None:
+        """Take from the node's cache what others read, and read into it what they shall have; `wants` was asked for before."""
+        worth = set(self.wants[1]).intersection(passed.numbers)
+        ours = sorted((chunk for chunk in self._chunks if chunk.number in worth), key=lambda chunk: chunk.number)
+        self._passed, self._from_cache = passed, deque(ours)
+        self._todo = deque(chunk for chunk in self._todo if chunk.number not in worth)
+        for chunk in ours:
+            passed.expect(chunk.number)
 
     def run(self) -> RestoreFigures:
         """Fill the destinations.
@@ -151,6 +175,11 @@ class Reading:
             threading.Thread(target=self._work, name=f"restore-{number}", daemon=True)
             for number in range(min(self._num_threads, len(self._chunks)))
         ]
+        if self._passed is not None:
+            threads += [
+                threading.Thread(target=self._read_for_all, name=f"restore-for-all-{number}", daemon=True)
+                for number in range(max(1, self._num_threads - 1))
+            ]
         try:
             for thread in threads:
                 thread.start()
@@ -165,6 +194,8 @@ class Reading:
             raise self._failure
         if self._progress is not None:
             self._progress(self._done_bytes, self.total_bytes)
+        self.figures.replaced = [text if n == 1 else f"{text} ({n} reads)" for text, n in self._replaced.items()]
+        self.figures.storage_bytes += self._passed.storage_bytes if self._passed is not None else 0
         self.figures.seconds = time.monotonic() - started
         return self.figures
 
@@ -202,17 +233,18 @@ class Reading:
                 wanted.append((entry.saved.name, rect))
                 targets.append(Target(view, entry.saved.dtype, entry.leaf.spec.dtype))
         sizes = [dtypes.itemsize(entry.saved.dtype) for entry in destinations for _ in entry.leaf.pieces]
-        copies: list[tuple[int, int, _Copy]] = []
+        copies: list[tuple[int, int, Copy]] = []
         for found in self._transfers(wanted):
             itemsize, target = sizes[found.wanted_index], targets[found.wanted_index]
             whole = wanted[found.wanted_index][1]
             for part in _bands(found, whole, itemsize, raw=target.raw is not None):
                 start, stop = byte_range(part, itemsize)
-                raw = _raw_offset(part, whole, itemsize) if target.raw is not None else -1
-                copy = _Copy(target, start, stop, raw, part, whole, itemsize)
+                raw = offset_in(part, whole, itemsize) if target.raw is not None else -1
+                copy = Copy(target, start, stop, raw, part, whole, itemsize)
                 copies.extend((found.rank, found.pack, piece) for piece in _cut(copy, self._chunk_bytes))
         copies.sort(key=lambda item: (item[0], item[1], item[2].start))
-        return self._rotate(_chunks(copies, self._checkpoint.plan.pack_sizes, self._chunk_bytes))
+        border = passing_on.CHUNK_BYTES if self._numbering is not None else 0
+        return self._rotate(_chunks(copies, self._checkpoint.plan.pack_sizes, self._chunk_bytes, border))
 
     def _transfers(self, wanted: Sequence[tuple[str, Rect]]) -> list[Transfer]:
         try:
@@ -235,11 +267,9 @@ class Reading:
         try:
             buffer = host_buffer(CHUNK_BYTES + 2 * crc.BLOCK_BYTES, self._views[:1])
             while True:
-                with self._lock:
-                    if self._next >= len(self._chunks) or self._failure is not None:
-                        return
-                    chunk = self._chunks[self._next]
-                    self._next += 1
+                chunk = self._draw()
+                if chunk is None:
+                    return
                 need = chunk.stop - chunk.start
                 if need > len(buffer):
                     buffer = host_buffer(need, self._views[:1])
@@ -250,9 +280,47 @@ class Reading:
         except BaseException as exc:
             self._fail(exc)
 
+    def _draw(self) -> _Chunk | None:
+        """Return what to read next: what others have passed on if it is there, else what this rank reads itself, while that lasts."""
+        with self._lock:
+            if self._failure is not None:
+                return None
+            cached = self._from_cache
+            if cached and self._passed is not None and (not self._todo or self._passed.ready(cached[0].number)):
+                return cached.popleft()
+            return self._todo.popleft() if self._todo else None
+
+    def _read_for_all(self) -> None:
+        passed = self._passed
+        assert passed is not None
+
+        def moved() -> None:
+            self._moved_at = time.monotonic()
+
+        try:
+            quietly(lambda: passed.read_for_all(self._storage_turns, self._stopped, moved))
+        except BaseException as exc:
+            self._fail(exc)
+
+    def _stopped(self) -> bool:
+        return self._failure is not None
+
     def _one(self, chunk: _Chunk, buffer: memoryview) -> None:
+        passed = self._passed
+        if passed is None or not passed.expected(chunk.number):
+            self._from_first(chunk, buffer, self._sources_of(chunk.rank, chunk.pack))
+            return
+        cached = passed.source(chunk.number, self._stopped)
+        used: Any = None
+        try:
+            used = self._from_first(chunk, buffer, [cached, *self._sources_of(chunk.rank, chunk.pack)])
+        finally:
+            passed.taken(chunk.number, wrong=used is not cached and cached.came)
+
+    def _from_first(self, chunk: _Chunk, buffer: memoryview, sources: Sequence[Any]) -> Any:
+        """Read from the first source that has the bytes as they should be, those that keep failing last; returns it."""
         last: CheckpointError | None = None
-        for source in self._sources_of(chunk.rank, chunk.pack):
+        for source in sorted(sources, key=lambda source: self._failures[source.label] >= MAX_FAILURES):
             try:
                 with self._storage_turns if isinstance(source, FlashSource) else nullcontext():
                     data = source.read(chunk.start, chunk.stop - chunk.start, buffer)
@@ -261,13 +329,17 @@ class Reading:
             except (IntegrityError, StorageError) as exc:
                 last = exc
                 with self._lock:
-                    self.figures.replaced.append(f"{source.name}: {exc}")
+                    self._replaced[f"{source.label}: {exc}"] += 1
+                    self._failures[source.label] += 1
                 continue
             self._apply(chunk, data)
             with self._lock:
+                self._failures[source.label] = 0
                 by = self.figures.bytes_by_source
                 by[source.name] = by.get(source.name, 0) + chunk.stop - chunk.start
-            return
+                if isinstance(source, FlashSource):
+                    self.figures.storage_bytes += chunk.stop - chunk.start
+            return source
         if last is None:
             raise TornFileError("there is no source for the pack", path=self._path(chunk))
         last.step, last.path = self._checkpoint.commit.step, self._path(chunk)
@@ -281,7 +353,7 @@ class Reading:
             self._num_applying += 1
         try:
             for copy in chunk.copies:
-                _apply(copy, data, chunk.start)
+                apply(copy, data, chunk.start)
         finally:
             with self._lock:
                 self._num_applying -= 1
@@ -299,7 +371,7 @@ class Reading:
                 if held is not None and pack < len(held):
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
                 path = self._checkpoint.pack_path(rank, pack)
-                found.append(FlashSource(self._tier, path, shared=self._shared))
+                found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
                 self._sources[rank, pack] = found
             return found
 
@@ -339,8 +411,8 @@ class Reading:
         return ""
 
 
-def _chunks(copies: Sequence[tuple[int, int, _Copy]], pack_sizes: Any, chunk_bytes: int) -> list[_Chunk]:
-    """Gather copies, sorted by where they are in which pack, into reads of whole checksum blocks."""
+def _chunks(copies: Sequence[tuple[int, int, Copy]], pack_sizes: Any, chunk_bytes: int, border: int) -> list[_Chunk]:
+    """Gather copies, sorted by where they are in which pack, into reads of whole checksum blocks, which do not grow over a `border`."""
     chunks: list[_Chunk] = []
     current: _Chunk | None = None
     for rank, pack, copy in copies:
@@ -351,6 +423,7 @@ def _chunks(copies: Sequence[tuple[int, int, _Copy]], pack_sizes: Any, chunk_byt
             and (current.rank, current.pack) == (rank, pack)
             and lo <= current.stop + GAP_BYTES
             and max(hi, current.stop) - current.start <= chunk_bytes
+            and (not border or (max(hi, current.stop) - 1) // border == current.start // border)
         )
         if current is None or not fits:
             current = _Chunk(rank, pack, lo, hi)
@@ -360,7 +433,7 @@ def _chunks(copies: Sequence[tuple[int, int, _Copy]], pack_sizes: Any, chunk_byt
     return chunks
 
 
-def _cut(copy: _Copy, chunk_bytes: int) -> list[_Copy]:
+def _cut(copy: Copy, chunk_bytes: int) -> list[Copy]:
     """Split a copy that is contiguous on both sides at the borders of chunks; a strided one is small already."""
     if copy.raw_offset < 0:
         return [copy]
@@ -369,14 +442,14 @@ def _cut(copy: _Copy, chunk_bytes: int) -> list[_Copy]:
     while start < copy.stop:
         stop = min(copy.stop, (start // chunk_bytes + 1) * chunk_bytes)
         raw = copy.raw_offset + start - copy.start
-        out.append(_Copy(copy.target, start, stop, raw, copy.transfer, copy.wanted, copy.itemsize))
+        out.append(Copy(copy.target, start, stop, raw, copy.transfer, copy.wanted, copy.itemsize))
         start = stop
     return out
 
 
 def _bands(found: Transfer, wanted: Rect, itemsize: int, *, raw: bool) -> list[Transfer]:
     """Split a transfer that is not contiguous on both sides into bands of rows that are small enough to buffer."""
-    if raw and _raw_offset(found, wanted, itemsize) >= 0:
+    if raw and offset_in(found, wanted, itemsize) >= 0:
         return [found]
     start, stop = byte_range(found, itemsize)
     part = found.part
@@ -395,49 +468,3 @@ def _bands(found: Transfer, wanted: Rect, itemsize: int, *, raw: bool) -> list[T
         smaller = Transfer(found.wanted_index, found.rank, found.pack, found.offset, found.piece, band)
         out.extend(_bands(smaller, wanted, itemsize, raw=raw))
     return out
-
-
-def _is_run(part: Rect, box: Rect) -> bool:
-    """Whether `part` is one contiguous run of the row-major bytes of `box`."""
-    free = [d for d in range(len(part.sizes)) if part.sizes[d] != box.sizes[d]]
-    return not free or all(part.sizes[d] == 1 for d in range(free[-1]))
-
-
-def _raw_offset(found: Transfer, wanted: Rect, itemsize: int) -> int:
-    """Return the byte offset of the part inside the wanted rectangle, or -1 unless it is one run on both sides."""
-    if not _is_run(found.part, found.piece) or not _is_run(found.part, wanted):
-        return -1
-    place, stride = 0, 1
-    for dim in range(len(wanted.sizes) - 1, -1, -1):
-        place += (found.part.offsets[dim] - wanted.offsets[dim]) * stride
-        stride *= wanted.sizes[dim]
-    return place * itemsize
-
-
-def _apply(copy: _Copy, data: memoryview, chunk_start: int) -> None:
-    run = data[copy.start - chunk_start : copy.stop - chunk_start]
-    if copy.raw_offset >= 0 and copy.target.raw is not None:
-        place = copy.target.raw[copy.raw_offset : copy.raw_offset + len(run)]
-        np.copyto(place, np.frombuffer(run, np.uint8))
-        return
-    part, piece = copy.transfer.part, copy.transfer.piece
-    index = tuple(
-        slice(start - base, start - base + size)
-        for start, base, size in zip(part.offsets, copy.wanted.offsets, part.sizes, strict=True)
-    )
-    copy.target.fill(index, part.sizes, _box(run, part, piece, copy.itemsize))
-
-
-def _box(run: memoryview, part: Rect, piece: Rect, itemsize: int) -> memoryview:
-    """Return the row-major bytes of `part`, given the bytes of `piece` from its first to its last element."""
-    if _is_run(part, piece):
-        return run
-    strides: list[int] = []
-    stride = itemsize
-    for size in reversed(piece.sizes):
-        strides.insert(0, stride)
-        stride *= size
-    raw = np.frombuffer(run, np.uint8)
-    shape = (*part.sizes, itemsize)
-    view = np.lib.stride_tricks.as_strided(raw, shape=shape, strides=(*strides, 1), writeable=False)
-    return np.ascontiguousarray(view).reshape(-1).data

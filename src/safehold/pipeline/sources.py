@@ -16,6 +16,7 @@ class Source(Protocol):
     """Where a pack's bytes can be had."""
 
     name: str
+    label: str
     verified: bool
 
     def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
@@ -26,7 +27,7 @@ class Source(Protocol):
 class MemorySource:
     """A pack in an arena of this node; `verified` if its agent has compared it with its checksums."""
 
-    name = "memory"
+    name = label = "memory"
 
     def __init__(self, view: memoryview, *, verified: bool = False) -> None:
         self._view = view
@@ -44,7 +45,7 @@ class FlashSource:
     """A pack on a tier, opened at first use."""
 
     def __init__(self, tier: Tier, path: str, *, shared: bool) -> None:
-        self.name = tier.name
+        self.name = self.label = tier.name
         self.verified = False
         self._tier, self._path, self._shared = tier, path, shared
         self._reader: PackReader | None = None

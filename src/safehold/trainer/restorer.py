@@ -36,12 +36,14 @@ from safehold.pipeline.joining import guess_for
 from safehold.pipeline.restore import Reading, RestoreFigures
 from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
+from safehold.policy import passing_on
 from safehold.state.leaves import Destination, RestoreBinding, RestoreOptions, TensorLeaf
 from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import JoinedTier
 from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
+from safehold.trainer.passing import Passing
 from safehold.types import CommitId
 
 log = logging.getLogger("safehold")
@@ -57,7 +59,11 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: `memory`, `flash`, or both joined by `+`; `remote` instead of `flash` if it was fetched from there first.
+        source: Where they came from: `memory`, `flash` (`remote` if it was fetched from there first), `peers` (passed on by another node),
+            joined by `+`.
+        bytes_by_source: The bytes from each.
+        storage_bytes: Bytes that this rank has read from storage, for itself and for others.
+        node_storage_bytes: The same of all ranks of this node, where bytes are passed on between nodes; else 0.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
     """
@@ -67,6 +73,9 @@ class RestoreReport:
     read_s: float
     bytes: int
     source: str
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    storage_bytes: int = 0
+    node_storage_bytes: int = 0
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -83,6 +92,9 @@ class _Attempt:
     touched: bool = False
     unused: list[str] = field(default_factory=list)
     memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    passing: Passing | None = None
+    node_storage_bytes: int = 0
 
 
 class Restorer:
@@ -156,6 +168,8 @@ class Restorer:
                     exc.add_note("safehold: the state was partly overwritten")
                 raise
             finally:
+                if attempt.passing is not None:
+                    attempt.passing.end(done=False)
                 for mapping, views in attempt.memory.values():
                     views.clear()
                     mapping.close()
@@ -174,18 +188,21 @@ class Restorer:
         except Exception as exc:
             self._no_of_others(attempt, "planned", exc)
             raise
-        verdict = self._vote(
-            m.Vote(
-                0,
-                offer.round,
-                "planned",
-                missing=binding.missing,
-                unexpected=binding.unexpected,
-                mismatched=binding.mismatched,
-            )
+        num_chunks, chunks = reading.wants
+        vote = m.Vote(
+            0,
+            offer.round,
+            "planned",
+            missing=binding.missing,
+            unexpected=binding.unexpected,
+            mismatched=binding.mismatched,
+            num_chunks=num_chunks,
+            wants=passing_on.encode(chunks, num_chunks) if chunks else b"",
         )
-        if not self._goes_on(verdict, attempt.unused):
+        if not self._goes_on(self._vote(vote), attempt.unused):
             return None
+        if chunks:
+            self._pass_on(attempt, reading)
         attempt.touched = bool(binding.destinations) or attempt.touched
         try:
             with self._events.span("read", step=offer.step, rank=self._rank):
@@ -196,8 +213,10 @@ class Restorer:
         except Exception as exc:
             self._no_of_others(attempt, "verified", exc)
             raise
-        if not self._goes_on(self._vote(m.Vote(0, offer.round, "verified"))):
+        if not self._goes_on(self._vote(m.Vote(0, offer.round, "verified", storage_bytes=figures.storage_bytes))):
             return None
+        if attempt.passing is not None:
+            attempt.node_storage_bytes = attempt.passing.end(done=True)
         binding.apply(values)
         binding.apply_random(values)
         assert offer.step is not None
@@ -235,8 +254,13 @@ class Restorer:
             binding.mismatched.extend(
                 differing(binding.apart, lambda both: self._reading(attempt, checkpoint, both, shared=shared).run())
             )
-            attempt.unused = binding.unused
+            attempt.unused, attempt.checkpoint = binding.unused, checkpoint
         return values, binding, reading
+
+    def _pass_on(self, attempt: _Attempt, reading: Reading) -> None:
+        assert attempt.checkpoint is not None
+        attempt.passing = Passing(self._run.client, self._config, self._run.world.node_names, attempt.offer.round)
+        attempt.passing.begin(reading, self._tier, attempt.checkpoint)
 
     def _documents(self, commit: CommitId, offer: m.RestoreOffer) -> tuple[Checkpoint, StoredObjects]:
         if isinstance(self._tier, JoinedTier):
@@ -266,6 +290,7 @@ class Restorer:
             shared=shared,
             in_memory=in_memory,
             verified=attempt.offer.verified,
+            passing=self._config.restore_pass_on != "off" and len(self._run.world.node_names) > 1 and not in_memory,
             progress=progress,
         )
 
@@ -373,6 +398,9 @@ class Restorer:
             read_s=figures.seconds,
             bytes=figures.bytes,
             source="+".join(sorted("remote" if name == "flash" and fetched else name for name in names)) or "none",
+            bytes_by_source=dict(figures.bytes_by_source),
+            storage_bytes=figures.storage_bytes,
+            node_storage_bytes=attempt.node_storage_bytes,
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
         )

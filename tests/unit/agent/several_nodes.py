@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import os
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from safehold.agent.arenas import ArenaPool
 from safehold.agent.net.seam import Listeners
 from safehold.agent.session import Session
 from safehold.config import Config
-from safehold.errors import AgentUnavailableError, CheckpointError, from_wire
+from safehold.errors import AgentUnavailableError, CheckpointError, TornFileError, from_wire
 from safehold.events import EventStream
 from safehold.format.plan import digest as digest_of
 
@@ -29,6 +30,7 @@ class Wire:
     def __init__(self, job: Job, name: str, listeners: Listeners) -> None:
         self.job, self.name, self.listeners = job, name, listeners
         self.watched: set[str] = set()
+        self.providers: dict[str, Any] = {}
         self.closed = False
 
     @property
@@ -48,10 +50,21 @@ class Wire:
         self.job.queue.append((self.name, name, data))
 
     def provide(self, kind: str, provider: Any) -> None:
-        pass
+        self.providers[kind] = provider
 
     def serve(self, kind: str, handler: Any) -> None:
         pass
+
+    def read_into(self, name: str, kind: str, what: str, offset: int, view: memoryview, *, deadline_s: float) -> int:
+        if frozenset((self.name, name)) in self.job.cuts:
+            raise AgentUnavailableError("lost")
+        source = self.job.wires[name].providers[kind](self.name, what)
+        if source is None:
+            raise TornFileError(f"there is no {kind} {what!r} here")
+        view[:] = os.pread(source.fd, len(view), source.offset + offset)
+        os.close(source.fd)
+        self.job.read_bytes[name] += len(view)
+        return 0
 
     def close(self) -> None:
         self.closed = True
@@ -68,6 +81,7 @@ class Job:
         self.queue: deque[tuple[str, str, bytes]] = deque()
         self.sent: list[tuple[str, str, Any]] = []
         self.cuts: set[frozenset[str]] = set()
+        self.read_bytes: Counter[str] = Counter()
         self.settings = {"begin_timeout_s": 10.0, "stage_timeout_s": 20.0, "flush_timeout_s": 50.0, **settings}
         self.every_seconds = every_seconds
         self.events = EventStream("agent")

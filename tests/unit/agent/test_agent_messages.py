@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from safehold._version import __version__
-from safehold.agent import greeting
+from safehold.agent import chunk_messages, greeting
 from safehold.agent import messages as m
 from safehold.errors import CommitError, ConfigurationError
 from safehold.host.sockets import MAX_FRAME_BYTES, Channel
@@ -29,7 +29,11 @@ REQUESTS = [
     m.RestoreAsk(9, None),
     m.RestoreAsk(9, 10),
     m.MemoryAsk(10, 1),
-    m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"]),
+    m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"], 9, b"set", 77),
+    chunk_messages.CacheAsk(12, 3),
+    chunk_messages.ChunksAsk(12, 3, [(5, 4096)], [6], 0.5),
+    chunk_messages.ChunksUsed(12, 3, [5], [5]),
+    chunk_messages.ReadingOver(12, 3, True),
     m.RestoreDone(12, 10),
     m.Bye(14, False),
     m.StatusAsk(15),
@@ -45,6 +49,9 @@ REPLIES = [
     m.Skipped(7, "busy"),
     m.RestoreOffer(8, 10, 1, 0, b"manifest", [0, 1], ["step 20 is bad"], 3),
     m.MemorySource(9, 4096, [(0, 4096)]),
+    chunk_messages.Cache(9, 0, 8192, 1, [([0, 1], b"set")]),
+    chunk_messages.ChunksToRead(9, [(5, 0)], False),
+    chunk_messages.NodeRead(9, 4096),
     m.Verdict(10, "stop", ERROR, 4, (["a"], ["b"], ["c"])),
     m.Status(11, {"pid": 1, "session": None}),
     m.Settled({"groups": []}),

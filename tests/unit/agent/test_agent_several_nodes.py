@@ -291,9 +291,10 @@ def test_a_new_start_waits_for_what_the_one_before_has_in_flight_elsewhere() -> 
         w.event_told(protocol.NodeRecorded(5, 0, 0, 1, "y", {0: "x"}), 1),
         w.event_told(protocol.Begun(-5, 0, 1, "x"), 1),
         w.EventTold(1, "Published", w.event_told(protocol.Begun(5, 0, 1, "x"), 1).fields),
-        w.RankAsks(0, m.encode(m.RestoreAsk(1, None))),
-        w.RankAsks(1, m.encode(m.OpenRun(1))),
-        w.RankAsks(1, b"nonsense"),
+        w.RanksAsk([0], m.encode(m.RestoreAsk(1, None))),
+        w.RanksAsk([1], m.encode(m.OpenRun(1))),
+        w.RanksAsk([1, 0], m.encode(m.RestoreAsk(1, None))),
+        w.RanksAsk([1], b"nonsense"),
         w.Compared(1, 5, 0, {0: {"w@0": 1}}),
         w.StepsSeen({0: 10**6}),
         w.Undeclared([([0, 1], [])]),
@@ -306,6 +307,7 @@ def test_a_node_that_speaks_of_others_or_nonsense_changes_nothing(report: object
     job.wires["n0"].listeners.on_message("n1", b"\xc1")
     job.deliver()
     assert sum(event.phase == "heard" for event in job.heard) == 2
+    assert not job.sessions[0].restores._round
     assert job.sessions[0].num_open == 0
     job.save(5)
     assert job.verdicts(0) == [("durable", 5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ def test_an_agent_that_does_not_answer_is_given_up_like_storage() -> None:
 
 def test_memory_that_takes_no_bytes_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(restore, "_apply", lambda *_: go_on.wait(20.0))
+    monkeypatch.setattr(restore, "apply", lambda *_: go_on.wait(20.0))
     begun = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
         read_all(one_leaf(), stall_s=0.2)
@@ -274,3 +275,38 @@ def test_a_flipped_bit_on_disk_is_found_before_it_reaches_memory(tmp_path: Path)
     other = np.zeros(100)
     reading(run.tier, checkpoint, [destination("a", names["a"][1], [(Rect.whole((100,)), other)])]).run()
     assert (other == np.arange(100.0)).all()
+
+
+class Second(FakeTier):
+    """The second place: the same files under another name."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.name = "remote"
+
+
+@pytest.mark.parametrize("how", ["fails", "is not there", "is damaged"])
+def test_a_tier_that_fails_is_replaced_by_the_next_for_what_is_left(how: str) -> None:
+    made = one_leaf()
+    first, second = FakeTier(made.tier), Second(made.tier)
+    if how == "fails":
+        first.fail("read_into", at=5, error=OSError(errno.EIO, "Input/output error"))
+    elif how == "is not there":
+        first.fail("open_pack", times=-1, error=FileNotFoundError(errno.ENOENT, "gone"))
+    else:
+        first.flip(made.checkpoint.pack_path(0, 0), int(made.checkpoint.plan.offset[0]) + 800)
+    view, figures = read_all(made, first, more_tiers=[second], num_threads=1)
+    assert view.tobytes() == made.raw["w"].tobytes()
+    assert figures.replaced and all("flash" in text for text in figures.replaced)
+    lost = figures.bytes_by_source["remote"]
+    assert (lost == figures.bytes) if how == "is not there" else (0 < lost <= 256), figures.bytes_by_source
+    assert figures.storage_bytes == figures.bytes
+
+
+def test_a_tier_that_keeps_failing_is_asked_last() -> None:
+    made = one_leaf(4000)
+    first, second = FakeTier(made.tier), Second(made.tier)
+    first.fail("read_into", times=-1, error=OSError(errno.EIO, "Input/output error"))
+    view, figures = read_all(made, first, more_tiers=[second], num_threads=1)
+    assert view.tobytes() == made.raw["w"].tobytes() and figures.bytes_by_source.keys() == {"remote"}
+    assert first.count("read_into") == restore.MAX_FAILURES < second.count("read_into")
