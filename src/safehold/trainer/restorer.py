@@ -290,9 +290,14 @@ class Restorer:
             shared=shared,
             in_memory=in_memory,
             verified=attempt.offer.verified,
-            passing=self._config.restore_pass_on != "off" and len(self._run.world.node_names) > 1 and not in_memory,
+            passing=self._passes_on() and not in_memory,
             progress=progress,
         )
+
+    def _passes_on(self) -> bool:
+        """Whether nodes read from one storage what many of them want, each a share; own disks are no such thing."""
+        several = len(self._run.world.node_names) > 1
+        return several and self._config.restore_pass_on != "off" and not isinstance(self._tier, JoinedTier)
 
     def _num_threads(self, *, in_memory: bool) -> int:
         """Threads that read; copies from memory are bound by cores, which the ranks of the node share."""
