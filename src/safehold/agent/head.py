@@ -18,6 +18,9 @@ from safehold.agent.announcer import Announcer
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
+from safehold.agent.memory_held import Held
+from safehold.agent.memory_lead import MemoryLead
+from safehold.agent.memory_node import NodeMemory
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.ranks_afar import RankAfar
 from safehold.agent.restores import Restores
@@ -44,12 +47,15 @@ class Here(Protocol):
     run_id: str
     incarnation: int
     ended_by: int
+    memory: NodeMemory
 
     def hear(self, word: w.Word) -> None:
         """Take a word of the lead."""
         ...
 
-    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
+    def opened(
+        self, run_id: str, incarnation: int, steps: list[int] | None, memory: CommitId | None = None
+    ) -> list[int]:
         """A new incarnation is open."""
         ...
 
@@ -75,7 +81,7 @@ class Head:
         every_seconds: Interval of saves by time; 0: none.
         flusher: For tier work.
         own_parts: The parts that this node's ranks began with.
-        memory_of: Returns the local arenas that hold a commit.
+        held: What is in memory here.
         send: Tells another node, if it can be reached.
         post: Runs a function in the dispatcher.
     """
@@ -89,7 +95,7 @@ class Head:
         every_seconds: float,
         flusher: Flusher,
         own_parts: PartStore,
-        memory_of: Callable[[CommitId], list[Any]],
+        held: Held,
         send: Callable[[int, w.Word], None],
         post: Post,
         clock: Clock,
@@ -120,11 +126,15 @@ class Head:
             drop=lambda: self.tell_all(w.DropAnnounced()),
             num_nodes=len(self._ranks_of),
         )
+        self.memory = MemoryLead(
+            here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events
+        )
         self.restores = Restores(
             local_ranks=list(range(world.world_size)),
             config=config,
             flusher=flusher,
-            memory_of=memory_of,
+            memory_of=lambda commit: here.memory.here(commit),
+            memory=self.memory,
             rebase=self._rebase,
             when_idle=self.when_idle,
             incarnation=lambda: here.incarnation,
@@ -138,6 +148,7 @@ class Head:
         """Begin an incarnation without saves; what was in flight of one before gets no say any more."""
         here, world = self._here, self._here.world
         self._known, self._compared = known, {}
+        self.memory.start()
 
         def current() -> bool:
             return self.lead is lead
@@ -158,6 +169,7 @@ class Head:
             post=self._post,
             clock=self._clock,
             events=self._events,
+            memory=self.memory,
         )
         self.announcer.restart()
 
@@ -223,7 +235,10 @@ class Head:
                 self._check_ranks(node, report.steps)
                 self._steps.update(report.steps)
             case w.SettledHere():
+                self.memory.told[node] = report.held
                 self.others.settled(node, report.number)
+            case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
+                self.memory.report(node, report)
             case w.Came():
                 self.node_lost(node)
             case _:
@@ -307,6 +322,7 @@ class Head:
         """A node's agent is dead or cannot be reached."""
         if self.lead is not None:
             self.lead.handle(protocol.NodeGone(node=node))
+        self.memory.node_lost(node)
         for rank in self._ranks_of[node]:
             self.restores.rank_gone(rank)
         self._manifests.pop(node, None)
@@ -334,28 +350,31 @@ class Head:
                 self._send(node, word)
         self._here.hear(word)
 
-    def tell_opened(self, steps: list[int]) -> None:
+    def tell_opened(self, steps: list[int], memory: CommitId | None) -> None:
         """Tell the other nodes of a new incarnation."""
         here = self._here
         for node in self._ranks_of:
             if node != here.node:
-                self._send(node, w.Opened(here.run_id, here.incarnation, steps))
+                self._send(node, w.Opened(here.run_id, here.incarnation, steps, memory))
 
     def _ask_part(self, rank: int, digest: str) -> None:
         self.tell(self._here.world.node_of[rank], w.PartWanted(rank, digest))
 
     def _committed(self, step: int, attempt: int, node: int | None) -> None:
-        word = w.Committed(self._here.incarnation, step, attempt)
         if node is not None:
-            self.tell(node, word)
+            in_memory = self.memory.is_memory(step, attempt)
+            self.tell(node, w.Committed(self._here.incarnation, step, attempt, in_memory))
             return
+        in_memory = self.memory.committed(step, attempt)
+        word = w.Committed(self._here.incarnation, step, attempt, in_memory)
         try:
             self.tell_all(word)
         finally:
             self._over(step, attempt)
             self.announcer.committed(step)
             assert self._known is not None
-            self._retention.retire(self._known, step, attempt)
+            if not in_memory:
+                self._retention.retire(self._known, step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -367,6 +386,7 @@ class Head:
         if action.to_node is not None:
             self.tell(action.to_node, word)
             return
+        self.memory.abandoned(action.step, action.attempt)
         self.tell_all(word)
         self._over(action.step, action.attempt)
         self.announcer.abandoned(action.step)
@@ -396,13 +416,14 @@ class Head:
             "up_to": [commit.step, commit.incarnation, commit.attempt],
             "exclude": [[entry.step, entry.incarnation, entry.attempt] for entry in bad],
             "reason": f"restored step {commit.step}",
+            "in_memory": self.memory.is_believed(commit),
         }
 
         def ask(*, again: bool) -> None:
             def opened(value: Any, error: CheckpointError | None) -> None:
                 self._rebase_lost = error is not None and self._flusher.lost
                 if error is None:
-                    here.opened(value["run_id"], value["incarnation"], value["steps"])
+                    here.opened(value["run_id"], value["incarnation"], value["steps"], self.memory.rebased(commit))
                     done(here.incarnation, None)
                 elif self._rebase_lost and not again and not here.ended_by:
                     ask(again=True)  # else this very session may be superseded by what was done

@@ -27,12 +27,14 @@ class World(msgspec.Struct, frozen=True):
         world_size: Number of ranks.
         node_of: Index of the node of each rank; nodes count from 0 in order of their lowest rank.
         node_names: Host name of each node.
+        domains: Failure domain of each node; empty where none was told.
     """
 
     token: str
     world_size: int
     node_of: list[int]
     node_names: list[str]
+    domains: list[str] = []
 
     def ranks_of(self, node: int) -> list[int]:
         """Return the ranks on a node."""
@@ -132,11 +134,15 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Prepare(msgspec.Struct, tag="prepare", frozen=True):
-    """A rank asks for an arena of `arena_bytes`, near `numa_node` (-1: anywhere); the reply (`Prepared`) comes when its pages exist."""
+    """A rank asks for an arena of `arena_bytes`, near `numa_node` (-1: anywhere); the reply (`Prepared`) comes when its pages exist.
+
+    With `other` for that of the other generation; the reply is `Done` where there is none, or it holds a checkpoint.
+    """
 
     id: int
     arena_bytes: int
     numa_node: int = -1
+    other: bool = False
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
@@ -168,6 +174,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         save_seq: Number of this save in the rank's control words.
         announced: True if it follows an announcement of the lead.
         beside_training: True if training goes on while the rank stages (`overlap=True`).
+        in_memory: True if the save stays in memory, and is not flushed.
     """
 
     id: int
@@ -185,6 +192,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     overwrite: bool = False
     beside_training: bool = False
     numa_node: int = -1
+    in_memory: bool = False
 
 
 class Granted(msgspec.Struct, tag="granted", frozen=True):
@@ -258,10 +266,11 @@ class Superseded(msgspec.Struct, tag="superseded", frozen=True):
 
 
 class Note(msgspec.Struct, tag="note", frozen=True):
-    """Notification: a sentence that the user should see as a warning (trouble with retention)."""
+    """Notification: a sentence that the user should see as a warning (trouble with retention), or with `info` as a fact."""
 
     text: str
     id: int = 0
+    info: bool = False
 
 
 class RestoreAsk(msgspec.Struct, tag="restore_ask", frozen=True):
@@ -281,6 +290,8 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         skipped: Sentences about newer checkpoints that could not be used.
         round: Of the restore; votes name it.
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
+        tier: Where it is: `flash`, or `memory`: on no storage.
+        holders: With `memory`: node of the save -> nodes that have its share; -1 -> those that have the plan.
     """
 
     id: int
@@ -292,13 +303,33 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     skipped: list[str] = []
     round: int = 0
     verified: list[int] = []
+    tier: str = "flash"
+    holders: dict[int, list[int]] = {}
 
 
 class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
-    """A rank asks for the arena of `rank` to restore from it."""
+    """A rank asks for the memory of `rank` to restore `commit` (step, incarnation, attempt) from it; None: whatever its arena holds."""
 
     id: int
     rank: int
+    commit: tuple[int, int, int] | None = None
+
+
+class HeldAsk(msgspec.Struct, tag="held_ask", frozen=True):
+    """A rank asks for bytes of what a node holds in memory of a checkpoint: `size` from `offset` of the file that a tier would have."""
+
+    id: int
+    node: int
+    path: str
+    offset: int
+    size: int
+
+
+class HeldBytes(msgspec.Struct, tag="held_bytes", frozen=True):
+    """Descriptor: memory with these bytes, the asker's own."""
+
+    id: int
+    size: int
 
 
 class MemorySource(msgspec.Struct, tag="memory_source", frozen=True):
@@ -379,6 +410,7 @@ Request = (
     | StageFailed
     | RestoreAsk
     | MemoryAsk
+    | HeldAsk
     | Vote
     | RestoreDone
     | Bye
@@ -395,6 +427,7 @@ Reply = (
     | Skipped
     | RestoreOffer
     | MemorySource
+    | HeldBytes
     | Verdict
     | Status
     | Settled

@@ -416,10 +416,12 @@ class AgentServer:
                 return
             old = self._current
             warnings = [] if old is None or old is session else old.taken_over()
-            session.opened(value["run_id"], value["incarnation"], value["steps"])
+            assert session.head is not None
+            memory = session.head.memory.choose(value["run_id"], value.get("before", 0))
+            steps = session.opened(value["run_id"], value["incarnation"], value["steps"], memory)
             self._switch(session)
-            pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(value["steps"])))
-            newest = max(value["steps"], default=None)
+            pool.drop_idle(set(session.local_ranks), pool.ranks_with_content(set(steps)))
+            newest = max(steps, default=None)
             connection.reply(
                 m.RunOpened(message.id, session.run_id, session.incarnation, newest, value["notes"], warnings)
             )

@@ -22,6 +22,7 @@ from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
 from safehold.agent.memory_checks import MemoryChecks
+from safehold.agent.memory_node import NodeMemory
 from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
 from safehold.agent.parts import PartStore
@@ -33,16 +34,14 @@ from safehold.errors import (
     AgentUnavailableError,
     CheckpointError,
     ConfigurationError,
-    RankLostError,
     SupersededError,
     from_wire,
 )
 from safehold.events import EventStream
 from safehold.format.names import numbered
-from safehold.host import memfd
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
-from safehold.types import TensorSpec
+from safehold.types import CommitId, TensorSpec
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -98,6 +97,8 @@ class Session:
         self.parts = PartStore()
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
+        self.memory = NodeMemory(self, config=self.config, pool=pool, post=post, events=events)
+        self.memory.connect()
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
@@ -152,7 +153,7 @@ class Session:
             every_seconds=self.every_seconds,
             flusher=self.flusher,
             own_parts=self.parts,
-            memory_of=self.pool.holding,
+            held=self.pool.held,
             send=self.send,
             post=self._post,
             clock=self._clock,
@@ -208,15 +209,24 @@ class Session:
             self.follower.rank_gone(rank)
         self.up.event(protocol.RankGone(rank=rank), self.incarnation)
 
-    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
-        """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked)."""
+    def opened(
+        self, run_id: str, incarnation: int, steps: list[int] | None, memory: CommitId | None = None
+    ) -> list[int]:
+        """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked).
+
+        `memory` is the checkpoint in memory that it believes. Returns all steps that can be restored.
+        """
+        found = sorted({*(steps or ()), *([memory.step] if memory is not None else ())})
         if self.incarnation == incarnation and self.saves is not None:
-            return
+            return found
         self.run_id, self.incarnation = run_id, incarnation
-        self._start(self._known(steps))
+        self._start(self._known(None if steps is None else found))
+        if steps is not None:
+            self.memory.accept(memory)
         if self.head is not None:
-            self.head.tell_opened(sorted(steps or ()))
+            self.head.tell_opened(found, memory)
             self.head.sweep()
+        return found
 
     def _known(self, steps: Iterable[int] | None) -> Known:
         incarnation = self.incarnation
@@ -260,6 +270,7 @@ class Session:
             node_name=self.world.node_names[self.node],
             parts=self.parts,
             known=known,
+            memory=self.memory,
         )
         if self.head is not None:
             self.head.start(known)
@@ -298,6 +309,7 @@ class Session:
         self.controls.clear()
         self.node_control.close()
         self._checks.close()
+        self.memory.close()
         if self.nodes is not None:
             self.nodes.close()
 
@@ -352,9 +364,15 @@ class Session:
             case m.RestoreAsk() | m.Vote():
                 self._open_saves(peer)
                 self.up.ask(peer, message)
-            case m.MemoryAsk() | m.RestoreDone():
+            case m.MemoryAsk():
                 self._open_saves(peer)
-                self._memory(peer, message)
+                self.memory.lend(peer, message)
+            case m.HeldAsk():
+                self._open_saves(peer)
+                self.memory.ask(peer, message)
+            case m.RestoreDone():
+                self.memory.restored()
+                peer.reply(m.Done(message.id))
             case _:
                 raise ConfigurationError(f"unexpected request {type(message).__name__}", rank=peer.rank)
 
@@ -378,34 +396,27 @@ class Session:
             peer.reply(m.Prepared(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
 
         self.pool.prefer(peer.rank, message.numa_node)
-        size = self._open_saves(peer).arena_size(peer.rank, message.arena_bytes)
-        self.pool.acquire(peer.rank, size, ready)
-
-    def _memory(self, peer: Peer, message: m.MemoryAsk | m.RestoreDone) -> None:
-        match message:
-            case m.MemoryAsk():
-                arena = self.pool.of(message.rank)
-                if arena is None or arena.content is None:
-                    raise RankLostError(f"the memory of rank {message.rank} is gone", rank=message.rank)
-                with memfd.read_only(arena.fd) as fd:
-                    peer.reply(m.MemorySource(message.id, arena.size_bytes, arena.packs), (fd,))
-            case m.RestoreDone():
-                self.pool.drop_idle(set(self.local_ranks), set())  # no rank reads another job's memory any more
-                peer.reply(m.Done(message.id))
+        saves = self._open_saves(peer)
+        self.memory.wanted(peer.rank, message.arena_bytes)
+        if message.other:
+            self.memory.prepare_other(peer, message, ready)
+        else:
+            self.pool.acquire(peer.rank, saves.arena_size(peer.rank, message.arena_bytes), ready)
 
     # -- what the lead decides -------------------------------------------------------------------------------------------
 
-    def committed(self, step: int, attempt: int) -> None:
+    def committed(self, step: int, attempt: int, *, in_memory: bool = False) -> None:
         """A save is durable."""
         if self.saves is None:
             return
         figures: dict[str, float] = {}
         try:
-            figures = self.saves.committed(step, attempt)
+            figures = self.saves.committed(step, attempt, in_memory=in_memory)
+            self.memory.committed(CommitId(step, self.incarnation, attempt), in_memory=in_memory)
             self._checks.consider()
         finally:  # whatever is wrong here, it is durable, and who waits for it is told
             for peer in list(self.peers.values()):
-                peer.reply(m.Durable(step, attempt, "flash", figures))
+                peer.reply(m.Durable(step, attempt, "memory" if in_memory else "flash", figures))
 
     def abandoned(self, word: w.Abandoned) -> None:
         """A save is given up."""
@@ -461,4 +472,5 @@ class Session:
             "world_size": self.world.world_size,
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
             "superseded_by": self.ended_by or None,
+            "memory": self.memory.facts(),
         }

@@ -31,7 +31,7 @@ from safehold.errors import (
 from safehold.format import crc, dtypes, names, paths
 from safehold.format.records import PackRecord
 from safehold.pipeline.catalog import Checkpoint
-from safehold.pipeline.sources import FlashSource, MemorySource
+from safehold.pipeline.sources import FlashSource, MemorySource, Source
 from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
 from safehold.state.fill import Target, host_buffer
 from safehold.state.leaves import Destination
@@ -94,6 +94,7 @@ class Reading:
         in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
             verified, by no more threads than the rank has cores.
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
+        elsewhere: (rank, part) -> where a pack can be had, beside the memory of this node; None: on the tier.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Reading:
         in_memory: bool = False,
         verified: Collection[int] = (),
         progress: Callable[[int, int], None] | None = None,
+        elsewhere: Callable[[int, int], Sequence[Source]] | None = None,
     ) -> None:
-        self._tier, self._checkpoint = tier, checkpoint
+        self._tier, self._checkpoint, self._elsewhere = tier, checkpoint, elsewhere
         self._rank, self._memory = rank, memory
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
@@ -298,8 +300,11 @@ class Reading:
                 held = self._memory(rank)
                 if held is not None and pack < len(held):
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
-                path = self._checkpoint.pack_path(rank, pack)
-                found.append(FlashSource(self._tier, path, shared=self._shared))
+                if self._elsewhere is not None:
+                    found.extend(self._elsewhere(rank, pack))
+                else:
+                    path = self._checkpoint.pack_path(rank, pack)
+                    found.append(FlashSource(self._tier, path, shared=self._shared))
                 self._sources[rank, pack] = found
             return found
 

@@ -40,6 +40,7 @@ from safehold.state.restore_binding import bind_for_restore, mismatch_error
 from safehold.tiers.base import Tier
 from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
+from safehold.trainer.held_tier import HeldTier
 from safehold.types import CommitId
 
 log = logging.getLogger("safehold")
@@ -55,9 +56,10 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: `memory`, `flash`, or both joined by `+`.
+        source: `memory`, `partner` (memory of other nodes), `flash`, or several joined by `+`.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
+        tier: Where the checkpoint is: `flash`, or `memory`: on no storage.
     """
 
     step: int
@@ -67,6 +69,7 @@ class RestoreReport:
     source: str
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    tier: str = "flash"
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
@@ -80,6 +83,7 @@ class _Attempt:
     offer: m.RestoreOffer
     touched: bool = False
     unused: list[str] = field(default_factory=list)
+    held: HeldTier | None = None
     memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
 
 
@@ -203,12 +207,14 @@ class Restorer:
         offer = attempt.offer
         assert offer.step is not None
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
+        if offer.tier == "memory":
+            attempt.held = HeldTier(self._run, self._config, commit, offer.holders)
         with self._events.span("documents", step=offer.step, rank=self._rank):
             checkpoint, stored = within(
                 self._config.stall_timeout_s,
                 "reading the documents of a checkpoint",
-                lambda: self._documents(commit, offer.manifest),
-                path=self._tier.url,
+                lambda: self._documents(commit, offer.manifest, attempt.held),
+                path=attempt.held.url if attempt.held is not None else self._tier.url,
             )
         with collector.paused(), self._events.span("bind", step=offer.step, rank=self._rank):
             binding = bind_for_restore(
@@ -229,9 +235,13 @@ class Restorer:
             attempt.unused = binding.unused
         return values, binding, reading
 
-    def _documents(self, commit: CommitId, manifest: bytes) -> tuple[Checkpoint, StoredObjects]:
-        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=manifest, lazy=True)
-        return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
+    def _documents(self, commit: CommitId, manifest: bytes, held: HeldTier | None) -> tuple[Checkpoint, StoredObjects]:
+        tier: Any = held or self._tier
+        catalog = Catalog(tier, patience_s=5.0 if held is None else 0.0)
+        checkpoint = catalog.load(
+            commit, manifest_bytes=manifest, run_id=self._run.run_id if held is not None else None, lazy=True
+        )
+        return checkpoint, StoredObjects(tier, checkpoint)  # which looks at the records, too
 
     def _reading(
         self,
@@ -242,7 +252,7 @@ class Restorer:
         shared: bool,
         progress: Callable[[int, int], None] | None = None,
     ) -> Reading:
-        in_memory = bool(attempt.offer.memory)
+        in_memory, held = bool(attempt.offer.memory), attempt.held
         return Reading(
             self._tier,
             checkpoint,
@@ -255,6 +265,7 @@ class Restorer:
             in_memory=in_memory,
             verified=attempt.offer.verified,
             progress=progress,
+            elsewhere=(lambda rank, part: held.sources(checkpoint, rank, part)) if held is not None else None,
         )
 
     def _num_threads(self, *, in_memory: bool) -> int:
@@ -287,9 +298,11 @@ class Restorer:
             return None
         found = attempt.memory.get(rank)
         if found is None:
+            offer = attempt.offer
+            commit = (offer.step or 0, offer.incarnation, offer.attempt)
             try:
                 reply, fds = self._run.client.request(
-                    m.MemoryAsk(0, rank), m.MemorySource, self._config.request_timeout_s, "the memory of a rank"
+                    m.MemoryAsk(0, rank, commit), m.MemorySource, self._config.request_timeout_s, "the memory of a rank"
                 )
             except CheckpointError:
                 return None
@@ -362,6 +375,7 @@ class Restorer:
             source="+".join(sorted(figures.bytes_by_source)) or "none",
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
+            tier=attempt.offer.tier,
         )
 
 
