@@ -136,16 +136,30 @@ class ArenaPool:
             arena for arena in (self._arenas.get(rank), self._kept.get(rank)) if arena is not None and arena.fd >= 0
         ]
 
-    def turn(self, rank: int) -> None:
-        """Have the next save of a rank use another arena than the one that holds the last good snapshot, if the current one does."""
-        arena = self._arenas.get(rank)
+    def turn(self, rank: int, size_bytes: int) -> None:
+        """Have the next save of a rank use another arena than the one that holds the last good snapshot, if the current one does.
+
+        Not where another of `size_bytes` is not within the budget: then the snapshot goes.
+        """
+        arena, older = self._arenas.get(rank), self._kept.get(rank)
         if arena is None or arena.fd < 0 or arena.busy or arena.content is None:
             return
-        older = self._kept.pop(rank, None)
+        free = older.size_bytes if older is not None else 0
+        if (older is None or free < size_bytes) and self._budget and self.total_bytes - free + size_bytes > self._budget:
+            return
         self._kept[rank] = arena
         del self._arenas[rank]
         if older is not None:
             self._arenas[rank] = older
+
+    def only_in_memory(self, rank: int) -> bool:
+        """Whether a rank's arena holds a checkpoint that is on no storage."""
+        return any(arena.content is not None and arena.in_memory for arena in self.of_all(rank))
+
+    def drop_kept(self) -> None:
+        """From now on one generation of arenas will do."""
+        for rank in list(self._kept):
+            self._release_kept(rank)
 
     def acquire_kept(self, rank: int, size_bytes: int, ready: Ready) -> None:
         """Have the other generation of a rank's arena populated ahead; `ready` gets none where it holds something, or is on its way."""
@@ -394,8 +408,7 @@ class ArenaPool:
             self.held.trim()
             for rank in [rank for rank, arena in self._arenas.items() if arena.fd >= 0 and not arena.busy]:
                 self.release(rank)
-            for rank in list(self._kept):
-                self._release_kept(rank)
+            self.drop_kept()
 
     def forget(self) -> None:
         """The run directory holds another run by now: what arenas hold is nobody's."""
@@ -407,8 +420,7 @@ class ArenaPool:
         """Free everything."""
         for rank in list(self._arenas):
             self.release(rank)
-        for rank in list(self._kept):
-            self._release_kept(rank)
+        self.drop_kept()
         self.held.close()
 
 

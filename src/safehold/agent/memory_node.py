@@ -161,10 +161,13 @@ class NodeMemory:
             return ConfigurationError("memory is no tier of this job", step=message.step, hint="set flush_every")
         return self._refusal
 
-    def turn(self, rank: int) -> None:
-        """Before a save of a rank: have it use the arena that does not hold the last good snapshot."""
-        if self.is_used and self._refusal is None:
-            self._pool.turn(rank)
+    def turn(self, rank: int, arena_bytes: int) -> None:
+        """Before a save of a rank: have it use the arena that does not hold the last good snapshot.
+
+        Also where memory is no tier of this job, as long as the job before has left one that is on no storage.
+        """
+        if self._refusal is None and (self.is_used or self._pool.only_in_memory(rank)):
+            self._pool.turn(rank, arena_bytes)
 
     def begins(self, step: int, attempt: int) -> None:
         """A memory save has begun on this node: the lead hears of it before it hears of its ranks."""
@@ -300,6 +303,9 @@ class NodeMemory:
     def committed(self, commit: CommitId, *, in_memory: bool) -> None:
         """A save is durable: what is older in memory is not needed any more."""
         self._held.drop_up_to(commit.step, but=commit if in_memory else None)
+        self.restored()
+        if not self.is_used:
+            self._pool.drop_kept()
 
     def abandoned(self, commit: CommitId, *, in_doubt: bool) -> None:
         """A memory save is given up."""

@@ -325,7 +325,7 @@ class NodeSaves:
 
     def _grant(self, save: NodeSave, peer: Peer, message: Begin) -> None:
         self._memory.wanted(peer.rank, message.arena_bytes)
-        self._memory.turn(peer.rank)
+        self._memory.turn(peer.rank, message.arena_bytes)
         arena = self._pool.of(peer.rank)
         if arena is not None and not arena.busy:
             arena.content = None

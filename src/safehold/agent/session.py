@@ -401,6 +401,7 @@ class Session:
         if message.other:
             self.memory.prepare_other(peer, message, ready)
         else:
+            self.memory.turn(peer.rank, message.arena_bytes)
             self.pool.acquire(peer.rank, saves.arena_size(peer.rank, message.arena_bytes), ready)
 
     # -- what the lead decides -------------------------------------------------------------------------------------------
