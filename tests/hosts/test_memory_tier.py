@@ -1,5 +1,7 @@
 """Jobs over several hosts whose saves stay in memory: hosts are lost with their memory, and the newest step comes back from partners."""
 
+# ruff: noqa: F811 - a fixture is imported
+
 from __future__ import annotations
 
 import re

@@ -145,7 +145,11 @@ class ArenaPool:
         if arena is None or arena.fd < 0 or arena.busy or arena.content is None:
             return
         free = older.size_bytes if older is not None else 0
-        if (older is None or free < size_bytes) and self._budget and self.total_bytes - free + size_bytes > self._budget:
+        if (
+            (older is None or free < size_bytes)
+            and self._budget
+            and self.total_bytes - free + size_bytes > self._budget
+        ):
             return
         self._kept[rank] = arena
         del self._arenas[rank]

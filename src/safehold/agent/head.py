@@ -350,7 +350,7 @@ class Head:
                 self._send(node, word)
         self._here.hear(word)
 
-    def tell_opened(self, steps: list[int], memory: CommitId | None) -> None:
+    def tell_opened(self, steps: list[int], memory: CommitId | None = None) -> None:
         """Tell the other nodes of a new incarnation."""
         here = self._here
         for node in self._ranks_of:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from safehold.types import CommitId
 
 MAX_DOCUMENT_BYTES = 1 << 30
 PLANS_KEPT = 4
+ROOM_WAIT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ class Held:
 
     def __init__(self, room_bytes: Callable[[], int]) -> None:
         self._room_bytes = room_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.RLock())
+        self._accepted: CommitId | None = None
         self._documents: dict[CommitId, _Documents] = {}
         self._plans: dict[str, bytes] = {}
         self._shares: dict[Key, Share] = {}
@@ -150,23 +153,41 @@ class Held:
                     f"the copy of rank {rank} is here, or comes in two sizes", step=commit.step, rank=rank
                 )
             if image is None:
-                image = share.images[rank] = self._new_image(total, commit, rank)
+                self._drop_stale(commit, node)
+                image = self._new_image(total, commit, rank)
+                share = self._shares.setdefault(
+                    (commit, node), share
+                )  # while it was waited for, things may have changed
+                fresh, image = image, share.images.setdefault(rank, image)
+                if image is not fresh:
+                    self._free.append(fresh)
             image.writers += 1
             return os.dup(image.fd), image
 
+    def _drop_stale(self, commit: CommitId, node: int) -> None:
+        """Of a node that sends a new copy, older ones go that were never committed, as far as is known here."""
+        known = {*self._documents, self._accepted, commit}
+        self._drop_shares([key for key in self._shares if key[1] == node and key[0] not in known])
+
     def _new_image(self, size: int, commit: CommitId, rank: int) -> Image:
-        for image in self._free:
-            if image.size_bytes == size:
-                self._free.remove(image)
-                return Image(image.fd, size)
-        room = self._room_bytes()
-        while self._free and self._total() + size > room:
-            os.close(self._free.pop(0).fd)
-        if (taken := self._total()) + size > room:
-            text = f"the copy of rank {rank} takes {size:,} bytes; {taken:,} of the {room:,} bytes for copies are taken"
-            hint = "raise memory_budget_bytes, or use more nodes or fewer copies; saves to storage go on"
-            raise StorageFullError(text, step=commit.step, rank=rank, tier="memory", hint=hint)
-        return Image(memfd.create(size, f"copy-{rank}", alignable=True), size)
+        """Take memory for a copy; waits a while for the word that lets the one before the last go, which may come later than the copy."""
+        until = time.monotonic() + ROOM_WAIT_S
+        while True:
+            for image in self._free:
+                if image.size_bytes == size:
+                    self._free.remove(image)
+                    return Image(image.fd, size)
+            room = self._room_bytes()
+            while self._free and self._total() + size > room:
+                os.close(self._free.pop(0).fd)
+            taken = self._total()
+            if taken + size <= room:
+                return Image(memfd.create(size, f"copy-{rank}", alignable=True), size)
+            if not self._lock.wait(until - time.monotonic()):
+                break
+        text = f"the copy of rank {rank} takes {size:,} bytes; {taken:,} of the {room:,} bytes for copies are taken"
+        hint = "raise memory_budget_bytes, or use more nodes or fewer copies; saves to storage go on"
+        raise StorageFullError(text, step=commit.step, rank=rank, tier="memory", hint=hint)
 
     def landed(self, fd: int, image: Image, offset: int, size: int, value: int | None) -> None:
         """A part of an image has come, with this CRC32; None: it did not."""
@@ -255,6 +276,7 @@ class Held:
     def accept(self, commit: CommitId | None, incarnation: int) -> None:
         """A new incarnation believes this checkpoint, and no other that is here."""
         with self._lock:
+            self._accepted = commit
             self._drop({found for found in self._commits() if found != commit})
             if commit is not None and commit in self._documents:
                 self._documents[commit].believed_by = incarnation
@@ -289,8 +311,12 @@ class Held:
         for commit in commits:
             self._documents.pop(commit, None)
             self._doubtful.discard(commit)
-        for key in [key for key in self._shares if key[0] in commits]:
+        self._drop_shares([key for key in self._shares if key[0] in commits])
+
+    def _drop_shares(self, keys: Collection[Key]) -> None:
+        for key in keys:
             self._drop_share(key)
+        self._lock.notify_all()
 
     def _drop_share(self, key: Key) -> None:
         share = self._shares.pop(key, None)
@@ -401,11 +427,11 @@ class Held:
             self._cache[path] = data
 
     def facts(self) -> dict[str, Any]:
-        """What `safehold agents` shows."""
+        """What `safehold agents` shows: the newest step that is in memory only, and node -> step of the copies held for others."""
         with self._lock:
             newest = max(self._documents, default=None)
             return {
-                "step": newest.step if newest is not None else None,
+                "only_step": newest.step if newest is not None else None,
                 "copies": {
                     str(node): commit.step for (commit, node), share in sorted(self._shares.items()) if _is_copy(share)
                 },

@@ -96,7 +96,7 @@ class NodeMemory:
             self._held,
             index_of=names.index,
             wards=lambda: self._wards,
-            incarnation=lambda: self._here.incarnation,
+            incarnation=lambda: -1 if self._here.ended_by else self._here.incarnation,
         )
         network.provide(KIND, provider(self._held))
         network.accept(KIND, receiving.sink)
@@ -104,8 +104,8 @@ class NodeMemory:
     # -- what it takes of the budget -------------------------------------------------------------------------------------
 
     def wanted(self, rank: int, arena_bytes: int) -> None:
-        """A rank of this node will need an arena of that size."""
-        if not self.is_used or self._wanted.get(rank) == arena_bytes:
+        """A rank of this node will need an arena of that size; arenas never shrink."""
+        if not self.is_used or self._wanted.get(rank, -1) >= arena_bytes:
             return
         self._wanted[rank] = arena_bytes
         if len(self._wanted) < len(self._here.local_ranks):
@@ -325,6 +325,8 @@ class NodeMemory:
         """The incarnation that was opened believes this checkpoint in memory, and no other."""
         self._held.accept(commit, self._here.incarnation)
         self._pool.accept(commit)
+        if not self.is_used:
+            self._held.trim()
 
     # -- restores --------------------------------------------------------------------------------------------------------
 

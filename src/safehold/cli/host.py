@@ -15,11 +15,11 @@ from safehold.cli.state import json_option
 @click.option("--all", "show_all", is_flag=True, help="Also slots whose agent has ended.")
 @json_option
 def agents(show_all: bool, as_json: bool) -> None:
-    """List the agents of this host.
+    """List the agents of this host, and what they hold in memory only.
 
     Those of other users are not shown.
     """
-    from safehold.cli.slots import all_slots
+    from safehold.cli.slots import all_slots, memory_of
 
     entries = []
     for slot in all_slots():
@@ -38,6 +38,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
                 "extra": dict(info.extra) if info else {},
+                "memory": memory_of(slot) if alive else None,
             }
         )
     if as_json:
@@ -46,7 +47,9 @@ def agents(show_all: bool, as_json: bool) -> None:
         click.echo("no agents", err=True)
     else:
         print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "RUN", "LOG"], [_row(e) for e in entries], right="PID AGE"
+            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "MEMORY", "RUN", "LOG"],
+            [_row(e) for e in entries],
+            right="PID AGE",
         )
 
 
@@ -54,7 +57,13 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
     started = entry["started_s"] or 0.0
     age = f"{(time.time() - started) / 3600:.1f} h" if started else ""
     alive = "yes" if entry["alive"] else "no"
-    return entry["pid"], alive, time_text(started), age, entry["version"], clean(entry["run"]), entry["log"]
+    memory = entry["memory"] or {"bytes": 0, "step": None, "copies": {}}
+    held = f"{memory['bytes'] / 1e9:.1f} GB" if memory["bytes"] else ""
+    if memory["step"] is not None:
+        held += f", step {memory['step']}"
+    if memory["copies"]:
+        held += f", copies of {len(memory['copies'])}"
+    return entry["pid"], alive, time_text(started), age, entry["version"], held, clean(entry["run"]), entry["log"]
 
 
 @click.group()
