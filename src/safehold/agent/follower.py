@@ -48,7 +48,7 @@ class Follower:
         self._told_at = self._polled_at = clock.monotonic()
         self._announced: int | None = None
         self._asked: dict[tuple[int, int], Peer] = {}
-        self._manifests: dict[int, bytes] = {}
+        self._manifests: dict[int, tuple[bytes, dict[int, list[int]]]] = {}
         self.lost: CheckpointError | None = None
         self._settling: list[tuple[float, Callable[[], None], Callable[[], bool]]] = []
 
@@ -110,8 +110,9 @@ class Follower:
         peer = self._asked.pop((word.rank, reply.id), None)
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
             if reply.manifest:
-                self._manifests = {reply.round: reply.manifest}
-            reply = msgspec.structs.replace(reply, manifest=self._manifests.get(reply.round, b""))
+                self._manifests = {reply.round: (reply.manifest, reply.holders)}
+            manifest, holders = self._manifests.get(reply.round, (b"", {}))
+            reply = msgspec.structs.replace(reply, manifest=manifest, holders=holders)
         return (peer, reply) if peer is not None else None
 
     def announced(self, step: int) -> None:

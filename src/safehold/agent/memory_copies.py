@@ -72,7 +72,8 @@ class Sending:
         node: Index of this node.
         record: Its record.
         objects: Its objects.
-        images: Its ranks' images, mapped; `run` unmaps them.
+        images: Its ranks' images, mapped; they stay the caller's.
+        cancelled: Set by anyone to give it up.
     """
 
     def __init__(
@@ -84,10 +85,11 @@ class Sending:
         record: bytes,
         objects: bytes,
         images: dict[int, memfd.Mapping],
+        cancelled: threading.Event,
     ) -> None:
         self._network, self._partners, self._commit, self._node = network, list(partners), commit, node
         self._record, self._objects, self._images = record, objects, images
-        self.cancelled = threading.Event()
+        self._cancelled = cancelled
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -100,27 +102,25 @@ class Sending:
         deadline = time.monotonic() + effort.deadline_s
         decoded = records.decode_node_record(self._record, path=f"the record of node {self._node}")
         work = [(name, piece) for piece in _pieces(decoded.packs, effort.piece_bytes) for name in self._partners]
-        try:
-            with ThreadPoolExecutor(effort.threads, "copy", initializer=_give_way, initargs=(effort.nice,)) as pool:
-                jobs = [pool.submit(self._send, name, piece, effort, deadline) for name, piece in work]
-                try:
-                    for job in jobs:
-                        job.result()
-                except BaseException:
-                    for job in jobs:
-                        job.cancel()
-                    raise
-            for name in self._partners:
-                self._send_record(name, deadline)
-        finally:
-            for mapping in self._images.values():
-                mapping.close()
+        with ThreadPoolExecutor(effort.threads, "copy", initializer=_give_way, initargs=(effort.nice,)) as pool:
+            jobs = [pool.submit(self._send, name, piece, effort, deadline) for name, piece in work]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                raise
+        for name in self._partners:
+            self._send_record(name, deadline)
 
     def _send(self, name: str, piece: _Piece, effort: Effort, deadline: float) -> None:
         pause_s = self._turn(piece.size, effort.rate_bytes_s)
-        if self.cancelled.wait(pause_s):
+        if self._cancelled.wait(pause_s):
             raise SkippedError("the save was abandoned", step=self._commit.step)
-        began = effort.pacer.wait(self.cancelled, deadline - effort.deadline_s / 2) if effort.pacer is not None else 0.0
+        began = (
+            effort.pacer.wait(self._cancelled, deadline - effort.deadline_s / 2) if effort.pacer is not None else 0.0
+        )
         mapping = self._images[piece.rank]
         found = self._network.write_from(
             name,

@@ -271,6 +271,7 @@ class Held:
     def drop_up_to(self, step: int, *, but: CommitId | None = None) -> None:
         """A newer checkpoint is durable: forget those up to a step."""
         with self._lock:
+            self._cache.clear()
             self._drop({commit for commit in self._commits() if commit.step <= step and commit != but})
 
     def accept(self, commit: CommitId | None, incarnation: int) -> None:

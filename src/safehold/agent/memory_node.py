@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool, Post
-from safehold.agent.memory_copies import KIND, Effort, Receiving, Sending, provider, read_held
-from safehold.agent.memory_held import Image
+from safehold.agent.memory_copies import KIND, Effort, Receiving, provider, read_held
+from safehold.agent.memory_share import share_of
 from safehold.agent.net.seam import Network
 from safehold.agent.node_save import NodeSave, Peer
 from safehold.config import Config
@@ -29,7 +29,6 @@ from safehold.events import EventStream
 from safehold.format import crc, document, paths, records
 from safehold.host import memfd
 from safehold.host.idle import KernelIdleCores
-from safehold.pipeline.node_records import make_record
 from safehold.pipeline.pacing import Pacer
 from safehold.policy.memory_belief import HeldTold
 from safehold.policy.memory_need import Need, Partners, partners
@@ -69,7 +68,7 @@ class NodeMemory:
         self._ward_bytes: dict[int, int] = {}
         self._refusal: CheckpointError | None = None
         self._noted = ""
-        self._sendings: dict[CommitId, Sending] = {}
+        self._sendings: dict[CommitId, threading.Event] = {}
         self._pacer: Pacer | None = None
         self.partners = Partners(of={here.node: ()})
         if self.is_used and here.nodes is not None:
@@ -183,50 +182,25 @@ class NodeMemory:
 
     def share(self, save: NodeSave, packs: list[Any], timings: dict[str, float], then: Then) -> None:
         """Make the share of a save that all ranks here have staged, copy it to the partners, and call `then` as a `record` would."""
-        here = self._here
+        here, names = self._here, self._here.world.node_names
         commit = CommitId(save.step, here.incarnation, save.attempt)
-        objects = {rank: dict(mine.objects) for rank, mine in save.ranks.items()}
-        digests = {rank: mine.begin.part_digest for rank, mine in save.ranks.items()}
-        sizes = {rank: sum(size for _, size in mine.begin.packs) for rank, mine in save.ranks.items()}
-        fds = {rank: (os.dup(mine.arena.fd), mine.arena.arena_id) for rank, mine in save.ranks.items()}
-        names, partner_names = here.world.node_names, self.partners.of.get(here.node, ())
+        facts = {"run_id": here.run_id, "node": here.node, "node_name": names[here.node], "packs": packs}
+        work = share_of(save, commit, timings=timings, **facts)
+        partner_names = [names[node] for node in self.partners.of.get(here.node, ())]
+        cancelled = self._sendings[commit] = threading.Event()
 
-        def make() -> tuple[bytes, bytes, dict[int, Image], dict[int, memfd.Mapping]]:
-            images = {rank: Image(fd, sizes[rank], arena_id) for rank, (fd, arena_id) in fds.items() if sizes[rank]}
-            for rank in set(fds) - set(images):
-                os.close(fds[rank][0])
-            maps = {rank: memfd.Mapping(image.fd, image.size_bytes, writable=False) for rank, image in images.items()}
-            record, data = make_record(
-                commit,
-                run_id=here.run_id,
-                node=here.node,
-                node_name=names[here.node],
-                packs=packs,
-                objects=objects,
-                part_digests=digests,
-                timings=timings,
-            )
-            return record, data, images, maps
-
-        def work() -> None:
+        def run() -> None:
             error: CheckpointError | None = None
-            record = data = b""
+            record = objects = b""
             try:
-                record, data, images, maps = make()
-                self._held.put_own(commit, here.node, record, data, images)
-                network = self.network
-                if network is not None and partner_names:
-                    others = [names[node] for node in partner_names]
-                    sending = Sending(network, others, commit, here.node, record, data, maps)
-                    self._sendings[commit] = sending
-                    sending.run(self._effort())
+                record, objects = work.run(self._held, self.network, partner_names, self._effort, cancelled)
             except CheckpointError as exc:
                 error = exc
             except Exception as exc:
                 error = StorageError(f"keeping a save in memory failed: {type(exc).__name__}: {exc}", tier="memory")
-            self._post(lambda: self._shared(commit, record, data, error, then))
+            self._post(lambda: self._shared(commit, record, objects, error, then))
 
-        threading.Thread(target=work, name=f"share-{commit.step}", daemon=True).start()
+        threading.Thread(target=run, name=f"share-{commit.step}", daemon=True).start()
 
     def _effort(self) -> Effort:
         if self._pacer is None:
@@ -243,7 +217,11 @@ class NodeMemory:
     def _shared(
         self, commit: CommitId, record: bytes, objects: bytes, error: CheckpointError | None, then: Then
     ) -> None:
-        self._sendings.pop(commit, None)
+        cancelled = self._sendings.pop(commit, None)
+        if (
+            error is not None or cancelled is None or cancelled.is_set()
+        ):  # it may have been put there after it was given up
+            self._held.drop(commit)
         if error is not None:
             error.step = error.step if error.step is not None else commit.step
             then(None, error)
@@ -309,9 +287,9 @@ class NodeMemory:
 
     def abandoned(self, commit: CommitId, *, in_doubt: bool) -> None:
         """A memory save is given up."""
-        sending = self._sendings.get(commit)
-        if sending is not None:
-            sending.cancelled.set()
+        cancelled = self._sendings.get(commit)
+        if cancelled is not None:
+            cancelled.set()
         if in_doubt:
             self._held.doubt(commit)
         else:
@@ -428,8 +406,8 @@ class NodeMemory:
 
     def close(self) -> None:
         """End what is under way."""
-        for sending in list(self._sendings.values()):
-            sending.cancelled.set()
+        for cancelled in list(self._sendings.values()):
+            cancelled.set()
 
     def facts(self) -> dict[str, Any]:
         """What `safehold agents` shows."""

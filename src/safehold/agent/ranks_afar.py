@@ -18,7 +18,7 @@ class RankAfar:
         rank: The rank.
         node: Where it is.
         tell: Tells a node.
-        manifests: Node -> round of the restore whose manifest it has been told: once is enough for all its ranks.
+        manifests: Node -> round of the restore whose manifest (and holders) it has been told: once is enough for all its ranks.
     """
 
     closed = False
@@ -36,7 +36,7 @@ class RankAfar:
             raise ValueError("descriptors cannot be sent to another node")
         if isinstance(message, m.RestoreOffer) and message.manifest:
             if self._manifests.get(self._node) == message.round:
-                message = msgspec.structs.replace(message, manifest=b"")
+                message = msgspec.structs.replace(message, manifest=b"", holders={})
             self._manifests[self._node] = message.round
         self._tell(self._node, w.ToRank(self.rank, m.encode(message)))
 

@@ -73,6 +73,7 @@ class RestoreReport:
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
+        read += "; the step is on no storage yet, and the next save is flushed" if self.tier == "memory" else ""
         return f"restored step {self.step} from {self.source} in {self.seconds:.3f} s ({read})"
 
 
