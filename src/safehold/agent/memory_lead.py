@@ -337,6 +337,9 @@ class MemoryLead:
                 except CheckpointError as exc:
                     error = exc
                     continue
+                except Exception as exc:
+                    error = TornFileError(f"reading the manifest failed: {type(exc).__name__}: {exc}", path=path)
+                    continue
                 found.append(data)
                 break
             manifest = found[0] if found else None

@@ -253,6 +253,8 @@ class NodeMemory:
                 self._held.put_plan(word.plan_digest, data)
             except CheckpointError as exc:
                 error = exc
+            except Exception as exc:
+                error = StorageError(f"reading the plan failed: {type(exc).__name__}: {exc}", step=word.step, path=path)
             self._post(lambda: self._keep(word, error))
 
         threading.Thread(target=work, name="plan-read", daemon=True).start()

@@ -15,9 +15,9 @@ from safehold.cli.state import json_option
 @click.option("--all", "show_all", is_flag=True, help="Also slots whose agent has ended.")
 @json_option
 def agents(show_all: bool, as_json: bool) -> None:
-    """List the agents of this host, and what they hold in memory only.
+    """List the agents of this host.
 
-    Those of other users are not shown.
+    With the host memory that each has, and the newest step that is in memory only. Those of other users are not shown.
     """
     from safehold.cli.slots import all_slots, memory_of
 

@@ -58,9 +58,10 @@ class Wire:
         self.sinks[kind] = sink
 
     def _reach(self, name: str) -> Wire:
-        if frozenset((self.name, name)) in self.job.cuts or self.job.wires[name].closed:
+        wire = self.job.wires.get(name)
+        if frozenset((self.name, name)) in self.job.cuts or wire is None or self.closed or wire.closed:
             raise AgentUnavailableError(f"node {name} does not answer", node=name)
-        return self.job.wires[name]
+        return wire
 
     def read_into(self, name: str, kind: str, what: str, offset: int, view: memoryview, *, deadline_s: float) -> int:
         source = self._reach(name).providers[kind](self.name, what)

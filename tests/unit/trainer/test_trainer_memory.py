@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from safehold.agent import messages as m
+from safehold.cli.slots import memory_of
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, ConfigurationError, TornFileError
 from safehold.format import paths
@@ -73,6 +74,8 @@ def test_what_was_restored_from_memory_is_followed_by_a_flush(make: Any, caplog:
     for step in (1, 2, 3):
         state["w"] += step
         ckpt.save(step, state).wait(20)
+    memory = memory_of(ckpt._run.client._slot)
+    assert memory is not None and (memory["step"], memory["copies"]) == (3, {}) and memory["bytes"] > 0
     ckpt.close()
     assert "step 3 is in memory only" in caplog.text
     again = make(flush_every=10)
