@@ -71,9 +71,8 @@ class NodeMemory:
         self._sendings: dict[CommitId, threading.Event] = {}
         self._pacer: Pacer | None = None
         self.partners = Partners(of={here.node: ()})
-        if self.is_used and here.nodes is not None:
-            world = here.world
-            self.partners = partners(len(world.node_names), world.domains, config.memory_copies)
+        if self.is_used:
+            self.partners = partners(len(here.world.node_names), here.world.domains, config.memory_copies)
         self._wards = self.partners.wards(here.node)
 
     @property

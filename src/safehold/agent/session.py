@@ -96,8 +96,8 @@ class Session:
         self.undeclared: dict[int, list[TensorSpec]] = {}
         self.parts = PartStore()
         self.saves: NodeSaves | None = None
-        self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.memory = NodeMemory(self, config=self.config, pool=pool, post=post, events=events)
+        self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.memory.connect()
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()

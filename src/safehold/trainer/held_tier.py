@@ -1,7 +1,7 @@
 """A checkpoint that lies in the memory of the nodes, as a restore reads it: through this node's agent, from whoever holds what.
 
 Invariants: bytes come as they were found, and verify where they are read, as those of any source. A share that one node cannot give is
-asked of the next that has it. Only what a restore reads is here: nothing can be written.
+asked of the next that has it, and one that did not answer is asked no more. Only what a restore reads is here: nothing can be written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from safehold.agent import messages as m
 from safehold.config import Config
-from safehold.errors import CheckpointError, TornFileError
+from safehold.errors import CheckpointError, IntegrityError, StorageError, TornFileError
 from safehold.format import paths
 from safehold.pipeline.catalog import Checkpoint
 from safehold.trainer.connection import Run
@@ -52,6 +52,7 @@ class HeldTier:
 
     def __init__(self, run: Run, config: Config, commit: CommitId, holders: Mapping[int, Sequence[int]]) -> None:
         self._run, self._config, self._commit, self._holders = run, config, commit, holders
+        self._silent: set[int] = set()
         self._here = run.world.node_of[run.client.rank]
         self.url = f"memory://{paths.checkpoint_dir(commit)}"
 
@@ -85,6 +86,9 @@ class HeldTier:
         """
         if not len(target):
             return
+        if node in self._silent:
+            text = f"node {self._run.world.node_names[node]} did not answer before"
+            raise TornFileError(text, path=path, step=self._commit.step, tier=self.name)
         request = m.HeldAsk(0, node, path, offset, len(target))
         client, limit_s = self._run.client, self._config.stall_timeout_s
         try:
@@ -92,6 +96,8 @@ class HeldTier:
         except CheckpointError as exc:
             if not client.alive:
                 raise
+            if not isinstance(exc, IntegrityError | StorageError):
+                self._silent.add(node)
             text = f"node {self._run.world.node_names[node]} cannot give it: {exc.message}"
             raise TornFileError(text, path=path, step=self._commit.step, tier=self.name) from exc
         try:
