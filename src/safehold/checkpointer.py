@@ -359,7 +359,7 @@ class Checkpointer:
         report = self._restorer.restore(state, wanted, options)
         self.last_restore = report
         self._saver.forget_bindings()
-        self._saver.restored()
+        self._saver.restored(report.tier if report is not None else "")
         if report is not None:
             if self._newest is not None and report.step < self._newest and self.rank == 0:
                 log.warning(

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_shared_flash import ended, line, train, unbroken  # noqa: F401 - a fixture
+from test_shared_flash import FAST, SCRIPT, ended, line, train, unbroken  # noqa: F401 - a fixture
 
-from safehold.testing.hosts import Hosts, Job
+from safehold.testing.hosts import Hosts, Job, run_job
 
 pytestmark = pytest.mark.root
 MEMORY = {"flush_every": 10}
@@ -69,12 +69,10 @@ def test_a_host_and_its_partner_are_lost_and_flash_is_used_aloud(four_hosts: Hos
 def test_fewer_hosts_and_another_world_size_restore_what_is_in_memory(four_hosts: Hosts) -> None:
     run = str(four_hosts.shared / "run")
     wanted = train_and_die(four_hosts, run, 3)
-    with train(four_hosts, run, "--pause-at", "4", "/never", on=[2, 0, 1], **MEMORY) as job:
-        job.until("pausing", rank=0, timeout_s=40)
-        assert restored(job)[:2] == (3, wanted)
-        job.kill()
-        job.wait(20)
-    with train(four_hosts, run, "--pause-at", "5", "/never", ranks=2, on=[1, 0], **MEMORY) as job:
-        job.until("pausing", rank=0, timeout_s=40)
-        assert restored(job)[0] == 4
-        job.kill()
+    for ranks, hosts in ((1, [2, 0, 1]), (2, [1, 0])):  # the second start without any save since the first
+        args = [run, "3", "--settings", repr({**FAST, **MEMORY})]
+        with run_job(four_hosts, ranks, SCRIPT, args, on=hosts, timeout_s=60.0) as job:
+            ended(job)
+            for rank in range(ranks * len(hosts)):
+                assert restored(job, rank)[:2] == (3, wanted)
+    assert steps_on_storage(run) == [1]

@@ -53,7 +53,7 @@ class Saver:
     """All saves of one rank.
 
     Attributes:
-        newest_tier: Where the newest durable save of this object is; empty if there is none.
+        newest_tier: Where the newest durable save of this object is, or what was restored; empty if there is none.
 
     Args:
         run: The run that was joined.
@@ -274,9 +274,9 @@ class Saver:
         self._num_until_flush -= 1
         return "memory"
 
-    def restored(self) -> None:
+    def restored(self, tier: str) -> None:
         """A checkpoint was restored: the next save is flushed, since what was restored may be in memory only, with fewer copies."""
-        self._num_until_flush = 0
+        self._num_until_flush, self.newest_tier = 0, tier
 
     def _give_up(self, handle: SaveHandle, error: CheckpointError, *, raised: bool = False) -> None:
         # Before the agent tells the same to all ranks.
