@@ -16,6 +16,7 @@ import pytest
 from puppets import Job, Rig, until
 
 from safehold._version import __version__
+from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.clock import new_token
 from safehold.config import Config
@@ -132,7 +133,7 @@ def test_connections_that_speak_nonsense_harm_nobody(rig: Rig) -> None:
         socket.send_fds(peer, [frame.pack(4)], [read_end] * 20)
         open_sockets.append(peer)
         # What is a message, and makes no sense.
-        for message in (m.OpenRun(5), m.Register(5, []), m.MemoryAsk(5, 0), m.Register(5, [])):
+        for message in (m.OpenRun(5), m.Register(5, []), held_messages.MemoryAsk(5, 0), m.Register(5, [])):
             assert isinstance(ask(slot, m.encode(message)), m.Refused)
         begin = m.Begin(5, 1, 0, "x", b"", [(-5, 1 << 50)], -1, [], {})
         assert isinstance(ask(slot, m.encode(begin)), m.Refused)

@@ -22,6 +22,8 @@ from safehold.agent.here import Here
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.means import Spawn, in_thread
+from safehold.agent.memory_held import Held
+from safehold.agent.memory_lead import MemoryLead
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
 from safehold.agent.ranks_afar import afar
@@ -52,7 +54,7 @@ class Head:
         flusher: For tier work.
         copier: The process that copies to the second place; None: there is none.
         own_parts: The parts that this node's ranks began with.
-        memory_of: Returns the local arenas that hold a commit.
+        held: What is in memory here.
         send: Tells another node, if it can be reached.
         post: Runs a function in the dispatcher.
         spawn: Has planning done beside it.
@@ -68,7 +70,7 @@ class Head:
         flusher: Flusher,
         copier: Flusher | None,
         own_parts: PartStore,
-        memory_of: Callable[[CommitId], list[Any]],
+        held: Held,
         send: Callable[[int, w.Word], None],
         post: Post,
         clock: Clock,
@@ -108,11 +110,15 @@ class Head:
             drop=lambda: self.tell_all(w.DropAnnounced()),
             num_nodes=len(self._ranks_of),
         )
+        self.memory = MemoryLead(
+            here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events, spawn=spawn
+        )
         self.restores = Restores(
             local_ranks=list(range(world.world_size)),
             config=config,
             flusher=flusher,
-            memory_of=memory_of,
+            memory_of=lambda commit: here.memory.here(commit),
+            memory=self.memory,
             rebase=self._rebase,
             when_idle=self.when_idle,
             incarnation=lambda: here.incarnation,
@@ -143,6 +149,7 @@ class Head:
         """Begin an incarnation without saves; what was in flight of one before gets no say any more."""
         here, world = self._here, self._here.world
         self._known, self._compared = known, {}
+        self.memory.start()
 
         def current() -> bool:
             return self.lead is lead
@@ -164,6 +171,7 @@ class Head:
             clock=self._clock,
             events=self._events,
             spawn=self._spawn,
+            memory=self.memory,
         )
         self.announcer.restart()
 
@@ -232,6 +240,7 @@ class Head:
                 self._check_ranks(node, report.steps)
                 self._steps.update(report.steps)
             case w.SettledHere():
+                self.memory.told[node] = report.held
                 self.others.settled(node, report.number)
             case w.Saw():
                 self.places.saw(node, report)
@@ -239,6 +248,8 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
+            case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
+                self.memory.report(node, report)
             case w.Came():
                 self.node_lost(node)
                 self.replicator.node_back(node)
@@ -302,7 +313,7 @@ class Head:
         """Ranks said which undeclared leaves they hold; once all have, all are told who holds what."""
         self._undeclared.update(found)
         if len(self._undeclared) == self._here.world.world_size:
-            settled = settlements.settle(_without_contradictions(self._undeclared))
+            settled = settlements.settle(settlements.without_contradictions(self._undeclared))
             self.tell_all(w.LeavesSettled(settlements.to_wire(settled)))
 
     def _take_compared(self, node: int, told: w.Compared) -> None:
@@ -323,6 +334,7 @@ class Head:
         """A node's agent is dead or cannot be reached."""
         if self.lead is not None:
             self.lead.handle(protocol.NodeGone(node=node))
+        self.memory.node_lost(node)
         for rank in self._ranks_of[node]:
             self.restores.rank_gone(rank)
         self._manifests.pop(node, None)
@@ -355,30 +367,33 @@ class Head:
                 self._send(node, word)
         self._here.hear(word)
 
-    def tell_opened(self, steps: list[int]) -> None:
+    def tell_opened(self, steps: list[int], memory: CommitId | None = None) -> None:
         """Tell the other nodes of a new incarnation."""
         here = self._here
         for node in self._ranks_of:
             if node != here.node:
-                self._send(node, w.Opened(here.run_id, here.incarnation, steps))
+                self._send(node, w.Opened(here.run_id, here.incarnation, steps, memory))
 
     def _ask_part(self, rank: int, digest: str) -> None:
         self.tell(self._here.world.node_of[rank], w.PartWanted(rank, digest))
 
     def _committed(self, step: int, attempt: int, node: int | None) -> None:
-        word = w.Committed(self._here.incarnation, step, attempt)
         if node is not None:
-            self.tell(node, word)
+            in_memory = self.memory.is_memory(step, attempt)
+            self.tell(node, w.Committed(self._here.incarnation, step, attempt, in_memory))
             return
+        in_memory = self.memory.committed(step, attempt)
+        word = w.Committed(self._here.incarnation, step, attempt, in_memory)
         _, final = self._here.facts_of(step, attempt)
         try:
             self.tell_all(word)
         finally:
             self._over(step, attempt)
-            self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
             self.announcer.committed(step)
             assert self._known is not None
-            self._retention.retire(self._known, step, attempt)
+            if not in_memory:  # else there is nothing to replicate, and nothing in its place to delete
+                self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
+                self._retention.retire(self._known, step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -390,6 +405,7 @@ class Head:
         if action.to_node is not None:
             self.tell(action.to_node, word)
             return
+        self.memory.abandoned(action.step, action.attempt)
         self.tell_all(word)
         self._over(action.step, action.attempt)
         self.announcer.abandoned(action.step)
@@ -419,6 +435,7 @@ class Head:
             "up_to": [commit.step, commit.incarnation, commit.attempt],
             "exclude": [[entry.step, entry.incarnation, entry.attempt] for entry in bad],
             "reason": f"restored step {commit.step}",
+            "in_memory": self.memory.is_believed(commit),
         }
 
         def look(*, again: bool) -> None:
@@ -428,7 +445,7 @@ class Head:
             def opened(value: Any, error: CheckpointError | None) -> None:
                 self._rebase_lost = error is not None and self._flusher.lost
                 if error is None:
-                    here.opened(value["run_id"], value["incarnation"], value["steps"])
+                    here.opened(value["run_id"], value["incarnation"], value["steps"], self.memory.rebased(commit))
                     done(here.incarnation, None)
                 elif self._rebase_lost and not again and not here.ended_by:
                     look(again=True)  # else this very session may be superseded by what was done
@@ -479,12 +496,3 @@ def dropped() -> CheckpointError:
     """What the saves of an announcement fail with that not all ranks followed."""
     text = "not all ranks could follow the announcement of this save by time"
     return SkippedError(text, hint="it is announced again, further ahead")
-
-
-def _without_contradictions(undeclared: dict[int, list[TensorSpec]]) -> dict[int, list[TensorSpec]]:
-    """Leave out the leaves that ranks have under one name and not alike; they stay unsettled."""
-    specs: dict[str, set[TensorSpec]] = {}
-    for leaves in undeclared.values():
-        for spec in leaves:
-            specs.setdefault(spec.name, set()).add(spec)
-    return {rank: [spec for spec in leaves if len(specs[spec.name]) == 1] for rank, leaves in undeclared.items()}

@@ -14,9 +14,7 @@ from safehold.cli.output import clean, print_json, print_table, size_text, time_
 from safehold.cli.state import json_option
 
 if TYPE_CHECKING:
-    from safehold.host.runtime import AgentInfo, RunSlot
-
-STATUS_TIMEOUT_S = 2.0
+    from safehold.host.runtime import AgentInfo
 
 
 @click.command()
@@ -46,9 +44,9 @@ def agent(run: str, idle_exit_s: float | None) -> None:
 def agents(show_all: bool, as_json: bool) -> None:
     """List the agents of this host.
 
-    Those of other users are not shown.
+    With the host memory that each has, and the newest step that is in memory only. Those of other users are not shown.
     """
-    from safehold.cli.slots import all_slots
+    from safehold.cli.slots import all_slots, memory_of, status_of
 
     entries = []
     for slot in all_slots():
@@ -56,6 +54,7 @@ def agents(show_all: bool, as_json: bool) -> None:
         if not alive and not show_all:
             continue
         info = slot.read_info()
+        facts = status_of(slot) if alive else {}
         entries.append(
             {
                 "key": slot.key,
@@ -68,7 +67,8 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "log": str(slot.log_path),
                 **_fate(info if alive else None),
                 "extra": dict(info.extra) if info else {},
-                "remote": _remote(slot) if alive else None,
+                "remote": _remote(facts),
+                "memory": memory_of(facts),
             }
         )
     if as_json:
@@ -77,7 +77,7 @@ def agents(show_all: bool, as_json: bool) -> None:
         click.echo("no agents", err=True)
     else:
         print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"],
+            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "MEMORY", "RUN", "REMOTE", "LOG"],
             [_row(e) for e in entries],
             right="PID AGE LIMIT OOM",
         )
@@ -111,19 +111,24 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
         "" if adjustment is None else adjustment,
         clean(entry["control_group"] or ""),
     )
-    run, remote = clean(entry["run"]), _remote_text(entry["remote"])
-    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, run, remote, entry["log"]
+    held, run, remote = _memory_text(entry["memory"]), clean(entry["run"]), _remote_text(entry["remote"])
+    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, held, run, remote, entry["log"]
 
 
-def _remote(slot: RunSlot) -> dict[str, Any] | None:
-    """Ask the agent about the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
-    from safehold.agent.start import ask_status
-    from safehold.errors import CheckpointError
+def _memory_text(memory: dict[str, Any] | None) -> str:
+    if memory is None:
+        return ""
+    held = [f"{memory['bytes'] / 1e9:.1f} GB"] if memory["bytes"] else []
+    if memory["step"] is not None:
+        held.append(f"step {memory['step']}")
+    if memory["copies"]:
+        held.append(f"copies of {len(memory['copies'])}")
+    return ", ".join(held)
 
-    try:
-        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
-    except CheckpointError:
-        return None
+
+def _remote(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what an agent says of the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
+    session = facts.get("session")
     found = session.get("remote") if isinstance(session, dict) else None
     return dict(found) if isinstance(found, dict) else None
 

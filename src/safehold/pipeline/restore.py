@@ -34,7 +34,7 @@ from safehold.format.records import PackRecord
 from safehold.pipeline.catalog import Checkpoint
 from safehold.pipeline.copies import Copy, apply, offset_in
 from safehold.pipeline.passed_chunks import PassedChunks, quietly
-from safehold.pipeline.sources import FlashSource, MemorySource
+from safehold.pipeline.sources import FlashSource, MemorySource, Source
 from safehold.policy import passing_on
 from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
 from safehold.state.fill import Target, host_buffer
@@ -90,6 +90,7 @@ class Reading:
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
         more_tiers: Where else the same checkpoint is, nearest first; asked where `tier` fails.
         passing: Whether some of it may be passed on between nodes: then no read crosses the border of a chunk.
+        elsewhere: (rank, part) -> where a pack can be had, beside the memory of this node; None: on the tier.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Reading:
         more_tiers: Sequence[Tier] = (),
         passing: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        elsewhere: Callable[[int, int], Sequence[Source]] | None = None,
     ) -> None:
         self._tier, self._tiers, self._checkpoint = tier, (tier, *more_tiers), checkpoint
+        self._elsewhere = elsewhere
         self._rank, self._memory = rank, memory
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
@@ -370,8 +373,11 @@ class Reading:
                 held = self._memory(rank)
                 if held is not None and pack < len(held):
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
-                path = self._checkpoint.pack_path(rank, pack)
-                found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
+                if self._elsewhere is not None:
+                    found.extend(self._elsewhere(rank, pack))
+                else:
+                    path = self._checkpoint.pack_path(rank, pack)
+                    found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
                 self._sources[rank, pack] = found
             return found
 
