@@ -20,6 +20,7 @@ from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
+from safehold.agent.protector import Protector
 from safehold.agent.ranks_afar import RankAfar
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
@@ -115,6 +116,17 @@ class Head:
         self.places = Places(
             names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
         )
+        self.protector = Protector(
+            names=world.node_names,
+            domains=world.domains,
+            here=here.node,
+            config=config,
+            flusher=flusher,
+            tell=self.tell,
+            incarnation=lambda: here.incarnation,
+            clock=clock,
+            events=events,
+        )
         self.announcer = Announcer(
             world_size=world.world_size,
             every_seconds=every_seconds,
@@ -134,6 +146,7 @@ class Head:
             incarnation=lambda: here.incarnation,
             clock=clock,
             in_doubt=lambda: self._rebase_lost,
+            restored=self.protector.restored,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -186,6 +199,7 @@ class Head:
     def ended(self, by: int, error: CheckpointError) -> None:
         """A newer incarnation owns the run."""
         self.restores.stop(error)
+        self.protector.stop()
         if self.lead is not None:
             self.lead.handle(protocol.Superseded(incarnation=by))
 
@@ -230,8 +244,11 @@ class Head:
                 self.others.settled(node, report.number)
             case w.Saw():
                 self.places.saw(node, report)
+            case w.ProtectedHere():
+                self.protector.told(node, report)
             case w.Came():
                 self.node_lost(node)
+                self.protector.node_back(node)
             case _:
                 raise msgspec.ValidationError(f"{type(report).__name__} is no report")
 
@@ -318,12 +335,14 @@ class Head:
         self._manifests.pop(node, None)
         self.others.lost(node)
         self.places.lost(node)
+        self.protector.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:
         """A node that was lost can be reached again: it may have missed what became of its saves."""
         self.others.back(node)
         self.places.back(node)
+        self.protector.node_back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -364,6 +383,7 @@ class Head:
             self.announcer.committed(step)
             assert self._known is not None
             self._retention.retire(self._known, step, attempt)
+            self.protector.committed(step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -437,13 +457,13 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others, self.places)
+        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.protector)
         due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
         return min(due, default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (self.lead, self.restores, self.announcer, self.others, self.places):
+        for part in (self.lead, self.restores, self.announcer, self.others, self.places, self.protector):
             if part is not None:
                 part.tick()
 

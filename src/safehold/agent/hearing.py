@@ -86,6 +86,12 @@ class Hearing:
                 places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
             case w.Placed():
                 self._here.placed(local_flash=word.local_flash)
+            case w.Protect() if word.incarnation == self._here.incarnation:
+                self._here.guard.protect(word)
+            case w.ProtectionOver():
+                self._here.guard.over(word)
+            case w.Protect():
+                pass
             case w.PartWanted():
                 self._here.up.part(word, self._here.parts.get(word.rank, word.digest))
             case w.LeavesSettled():
@@ -133,6 +139,14 @@ class Hearing:
             reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
         peer.reply(reply)
 
+    def tell_lead(self, report: w.ProtectedHere) -> None:
+        """Tell the lead, which may be on this node."""
+        here = self._here
+        if here.head is not None:
+            here.head.report(here.node, report)
+        else:
+            here.send(here.lead_node, report)
+
     # -- other nodes -----------------------------------------------------------------------------------------------------
 
     def heard(self, node: int, message: Any) -> None:
@@ -170,6 +184,7 @@ class Hearing:
     def _lead_lost(self, why: CheckpointError) -> None:
         """Nobody decides any more about what is in flight here: it is given up, and may be committed all the same."""
         assert self._here.follower is not None
+        self._here.guard.stop()
         self._here.follower.lead_lost(why)
         error = self._here.follower.lost_error()
         joining, self._joining = self._joining, []

@@ -59,6 +59,7 @@ class Restores:
         when_idle: Calls back once no save is in flight; what a save is about to commit is what a restore shall find.
         incarnation: The incarnation in force.
         clock: Time.
+        restored: Told of what all ranks have restored, once that is certain.
         in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
     """
 
@@ -74,10 +75,11 @@ class Restores:
         incarnation: Callable[[], int],
         clock: Clock,
         in_doubt: Callable[[], bool] = lambda: False,
+        restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
-        self._when_idle, self._in_doubt = when_idle, in_doubt
+        self._when_idle, self._in_doubt, self._restored = when_idle, in_doubt, restored
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
@@ -272,10 +274,14 @@ class Restores:
         self._end()
         if commit is None or newest is None or (newest <= commit and not self._in_doubt()):
             self._answer(votes, "go", None)
+            if commit is not None:
+                self._restored(commit)
             return
 
         def rebased(incarnation: int, error: CheckpointError | None) -> None:
             self._answer(votes, "go" if error is None else "stop", error)
+            if error is None:
+                self._restored(commit)
 
         self._rebase(commit, bad, rebased)
 

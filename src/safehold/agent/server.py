@@ -131,14 +131,15 @@ class AgentServer:
         self._settling = True
         left_s = max(0.0, self._stop_at - now)
 
-        def settled() -> None:
+        def ready() -> None:
             self._stop_at = self._clock.monotonic()
 
         session = self._current
         if session is None:
-            settled()
-        else:
-            session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
+            ready()
+            return
+        settled = lambda: session.guard.when_idle(ready, left_s)  # noqa: E731 - other nodes may read here, for redundancy
+        session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
 
     def _has_trainers(self) -> bool:
         return any(session.peers for session in self._sessions.values())
@@ -154,7 +155,8 @@ class AgentServer:
 
     def _in_flight(self) -> bool:
         num_open = self._current.num_open if self._current is not None else 0
-        return num_open > 0 or (self._flusher is not None and self._flusher.num_open > 0)
+        protecting = self._current is not None and self._current.guard.is_busy
+        return num_open > 0 or protecting or (self._flusher is not None and self._flusher.num_open > 0)
 
     def _patience(self) -> float:
         now = self._clock.monotonic()
@@ -428,6 +430,9 @@ class AgentServer:
             notes, num_nodes = list(value["notes"]), len(session.world.node_names)
             if num_nodes > 1:
                 notes.append(places.note(session.local_flash, num_nodes))
+            if session.head is not None:
+                more, warned = session.head.protector.notes(local_flash=session.local_flash)
+                notes, warnings = [*notes, *more], [*warnings, *warned]
             connection.reply(
                 m.RunOpened(
                     message.id, session.run_id, session.incarnation, newest, notes, warnings, session.local_flash

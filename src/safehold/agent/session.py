@@ -18,6 +18,7 @@ from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
+from safehold.agent.guarding import Guard
 from safehold.agent.head import Head, specs_of
 from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
@@ -100,6 +101,9 @@ class Session:
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
+        self.guard = Guard(
+            config=self.config, keep=self.keep, flusher=flusher, report=self._hearing.tell_lead, clock=clock
+        )
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
@@ -161,6 +165,9 @@ class Session:
     def placed(self, *, local_flash: bool) -> None:
         """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
         self.local_flash = local_flash
+        self.guard.placed(local_flash=local_flash)
+        if self.head is not None:
+            self.head.protector.placed(local_flash=local_flash)
         peers = None
         if local_flash and self.nodes is not None:
             names, token = self.world.node_names, self.token
@@ -305,6 +312,7 @@ class Session:
         if self.ended_by:
             return
         self.ended_by = by
+        self.guard.stop()
         error = self._superseded()
         if self.saves is not None:
             self.saves.end(error)
@@ -375,6 +383,8 @@ class Session:
             case m.RestoreAsk() | m.Vote():
                 self._open_saves(peer)
                 self.up.ask(peer, message)
+            case m.ProtectionAsk():
+                self.guard.when_idle(lambda: peer.reply(m.Done(message.id)), message.timeout_s)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 self._memory(peer, message)
@@ -422,6 +432,7 @@ class Session:
         """A save is durable."""
         if self.saves is None:
             return
+        self.guard.committed()
         figures: dict[str, float] = {}
         try:
             figures = self.saves.committed(step, attempt)
@@ -464,6 +475,7 @@ class Session:
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
+        self.guard.tick()
         self.up.tick()
 
     def steps(self) -> dict[int, int]:
@@ -483,5 +495,6 @@ class Session:
             "connected": sorted(self.peers),
             "world_size": self.world.world_size,
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
+            "protected_step": self.guard.step,
             "superseded_by": self.ended_by or None,
         }

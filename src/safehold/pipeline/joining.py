@@ -76,7 +76,7 @@ def guess_for(directory: str, holders: Mapping[int, str]) -> Callable[[str], str
 def holders(tier: JoinedTier, commit: CommitId) -> dict[int, str]:
     """Return at which node the files are that each node of a checkpoint wrote; those without any are not in it.
 
-    The seam for redundancy: what a node wrote that is missing here has to be rebuilt before it can be read.
+    What a node wrote that is missing here has to be given back by redundancy; see `pipeline.recovering`.
     """
     found: dict[int, dict[str, int]] = {}
     for name, nodes in tier.holders(paths.checkpoint_dir(commit)).items():

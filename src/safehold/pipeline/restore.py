@@ -2,8 +2,8 @@
 
 Invariants: no byte reaches a tensor before the checksum of its block was compared, here, or for memory by its agent after the last process
 that could write to it had ended; partial reads verify the blocks they touch and no more. A source that fails is replaced by the next
-(memory, then flash) for the same bytes. Reads are large and in file order; what several ranks of a node need goes through the page
-cache, so that storage is read once. Every read has a stall deadline.
+(memory, flash, then redundancy) for the same bytes. Reads are large and in file order; what several ranks of a node need goes through the
+page cache, so that storage is read once. Every read has a stall deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from safehold.errors import (
 from safehold.format import crc, dtypes, names, paths
 from safehold.format.records import PackRecord
 from safehold.pipeline.catalog import Checkpoint
-from safehold.pipeline.sources import FlashSource, MemorySource
+from safehold.pipeline.sources import FlashSource, MemorySource, Source
 from safehold.policy.resharding import PlanIndex, Transfer, byte_range, transfers
 from safehold.state.fill import Target, host_buffer
 from safehold.state.leaves import Destination
@@ -94,6 +94,7 @@ class Reading:
         in_memory: Whether arenas of this node hold the checkpoint: then a block is copied while it is in the cache from being
             verified, by no more threads than the rank has cores.
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
+        redundancy: (node of the checkpoint, pack file) -> where the pack can be had if it is lost, or None.
     """
 
     def __init__(
@@ -109,10 +110,11 @@ class Reading:
         shared: bool = False,
         in_memory: bool = False,
         verified: Collection[int] = (),
+        redundancy: Callable[[int, str], Source | None] = lambda node, file: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tier, self._checkpoint = tier, checkpoint
-        self._rank, self._memory = rank, memory
+        self._rank, self._memory, self._redundancy = rank, memory, redundancy
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
         self._packs = checkpoint.packs()
@@ -261,7 +263,8 @@ class Reading:
             except (IntegrityError, StorageError) as exc:
                 last = exc
                 with self._lock:
-                    self.figures.replaced.append(f"{source.name}: {exc}")
+                    if (text := f"{source.name}: {exc}") not in self.figures.replaced:
+                        self.figures.replaced.append(text)
                 continue
             self._apply(chunk, data)
             with self._lock:
@@ -300,6 +303,9 @@ class Reading:
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
                 path = self._checkpoint.pack_path(rank, pack)
                 found.append(FlashSource(self._tier, path, shared=self._shared))
+                given = self._redundancy(self._checkpoint.plan.nodes[rank], path.rpartition("/")[2])
+                if given is not None:
+                    found.append(given)
                 self._sources[rank, pack] = found
             return found
 

@@ -33,6 +33,7 @@ from safehold.pipeline.apart import differing
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.direct_load import saved_index
 from safehold.pipeline.joining import guess_for
+from safehold.pipeline.recovering import RecoveringTier, RedundancySource
 from safehold.pipeline.restore import Reading, RestoreFigures
 from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
@@ -57,9 +58,10 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: `memory`, `flash`, or both joined by `+`.
+        source: `memory`, `flash`, `copy` or `parity` (of a node that was lost), or several joined by `+`.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
+        replaced: Sources that failed for some bytes, which came from another.
     """
 
     step: int
@@ -69,6 +71,7 @@ class RestoreReport:
     source: str
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
@@ -234,6 +237,8 @@ class Restorer:
     def _documents(self, commit: CommitId, offer: m.RestoreOffer) -> tuple[Checkpoint, StoredObjects]:
         if isinstance(self._tier, JoinedTier):
             self._tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
+        if isinstance(self._tier, RecoveringTier):
+            self._tier.forget()
         checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
         return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
 
@@ -258,8 +263,14 @@ class Restorer:
             shared=shared,
             in_memory=in_memory,
             verified=attempt.offer.verified,
+            redundancy=lambda node, file: self._redundancy(checkpoint, node, file),
             progress=progress,
         )
+
+    def _redundancy(self, checkpoint: Checkpoint, node: int, file: str) -> RedundancySource | None:
+        if not isinstance(self._tier, RecoveringTier):
+            return None
+        return RedundancySource(self._tier, checkpoint.manifest, node, file)
 
     def _num_threads(self, *, in_memory: bool) -> int:
         """Threads that read; copies from memory are bound by cores, which the ranks of the node share."""
@@ -366,6 +377,7 @@ class Restorer:
             source="+".join(sorted(figures.bytes_by_source)) or "none",
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
+            replaced=tuple(figures.replaced),
         )
 
 
