@@ -434,6 +434,7 @@ class Checkpointer:
             if self._saver is not None:
                 self._saver.close(timeout_s)
         finally:
+            self._restorer.close()
             leave(self._run, self.config, timeout_s, linger=linger)
 
     def __enter__(self) -> Checkpointer:

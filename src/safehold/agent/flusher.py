@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import joined_flash, places
+from safehold.agent import places
 from safehold.agent.plugins import install_listener
 from safehold.agent.tier_calls import TierCalls
 from safehold.config import Config
@@ -98,7 +98,7 @@ class FlusherProcess:
                 self._tier = None
                 joined, self._joined = self._joined, None
                 if joined is not None:
-                    joined_flash.close(joined)
+                    _hang_up(joined)
                 with self._lock:
                     self._cancelled = {key: flag for key, flag in self._cancelled.items() if not flag.is_set()}
             elif operation == "forget":
@@ -134,7 +134,8 @@ class FlusherProcess:
             for fd in fds:
                 _close(fd)
         if isinstance(error, StorageError) and operation in ("flush", "record", "publish"):
-            error = self._superseded(arguments["commit"]) or error
+            tier = self._open_all() if operation == "publish" else self._open()
+            error = _superseded(tier, arguments["commit"]) or error
         self._answer(number, value, error)
 
     def _maintain(self, operation: str, arguments: dict[str, Any]) -> Any:
@@ -151,18 +152,6 @@ class FlusherProcess:
                 with closing(RecoveringTier(tier)) as recovering:
                     return maintenance.find(recovering, self._config, arguments, self.events)
         return maintenance.OPERATIONS[operation](tier, self._config, arguments, self.events)
-
-    def _superseded(self, commit: list[int]) -> CheckpointError | None:
-        """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
-        step, incarnation, _ = commit
-        try:
-            ledger.check_newest(self._open_all(), incarnation)
-        except SupersededError as exc:
-            exc.step = step
-            return exc
-        except CheckpointError:
-            return None
-        return None
 
     def _answer(self, number: int, value: Any, error: CheckpointError | None) -> None:
         reply = {"id": number, "value": value, "error": error.to_wire() if error else None}
@@ -182,6 +171,8 @@ class FlusherProcess:
         own, peers = self._open(), self._peers
         if peers is None:
             return own
+        from safehold.agent import joined_flash
+
         with self._tier_lock:
             if self._joined is None or self._joined.own is not own:
                 self._joined = joined_flash.join(own, self._url, peers, self._config)
@@ -283,6 +274,26 @@ class FlusherProcess:
             self.events.emit("make_room", "started", error=str(exc))
             arguments = {**arguments, "quota": "[EDQUOT]" in exc.message}
             return maintenance.make_room(self._open_all(), self._config, arguments, self.events, self._observer)
+
+
+def _superseded(tier: Tier, commit: list[int]) -> CheckpointError | None:
+    """A newer incarnation sweeps what this one writes: where that is why storage failed, it is the first cause."""
+    step, incarnation, _ = commit
+    try:
+        ledger.check_newest(tier, incarnation)
+    except SupersededError as exc:
+        exc.step = step
+        return exc
+    except CheckpointError:
+        return None
+    return None
+
+
+def _hang_up(tier: JoinedTier) -> None:
+    """Close the ways to the other nodes, which belong to a start of the job that is over."""
+    from safehold.agent import joined_flash
+
+    joined_flash.close(tier)
 
 
 def _staged_word(control: RankControl, save_seq: int) -> StagedWord:

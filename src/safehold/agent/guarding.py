@@ -35,7 +35,6 @@ class Guard:
 
     def __init__(
         self,
-        *,
         config: Config,
         keep: dict[str, Any],
         flusher: Flusher,

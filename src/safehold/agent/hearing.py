@@ -71,6 +71,7 @@ class Hearing:
         """
         match word:
             case w.Committed() if word.incarnation == self._here.incarnation:
+                self._here.guard.committed()
                 self._here.committed(word.step, word.attempt)
             case w.Abandoned() if word.incarnation == self._here.incarnation:
                 self._here.abandoned(word)
@@ -138,6 +139,12 @@ class Hearing:
             verified = sorted(arena.rank for arena in held if arena.verified)
             reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
         peer.reply(reply)
+
+    def placed(self, *, local_flash: bool) -> None:
+        """It is known whether checkpoints are on disks of the nodes' own, which redundancy is for."""
+        self._here.guard.placed(local_flash=local_flash)
+        if self._here.head is not None:
+            self._here.head.protector.placed(local_flash=local_flash)
 
     def tell_lead(self, report: w.ProtectedHere) -> None:
         """Tell the lead, which may be on this node."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import joined_flash
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool
@@ -101,9 +100,7 @@ class Session:
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
-        self.guard = Guard(
-            config=self.config, keep=self.keep, flusher=flusher, report=self._hearing.tell_lead, clock=clock
-        )
+        self.guard = Guard(self.config, self.keep, flusher, self._hearing.tell_lead, clock)
         self.head = self._new_head() if self.is_lead else None
         self.follower = None if self.is_lead else self._new_follower()
         if self.incarnation:  # an agent before this one opened it
@@ -154,7 +151,10 @@ class Session:
         return nodes
 
     def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
-        """Carry out what another node asks of this node's disk."""
+        """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
+        if self.ended_by:
+            reply(self._superseded())
+            return
         self.flusher.call(
             "tier",
             {"question": question},
@@ -165,11 +165,11 @@ class Session:
     def placed(self, *, local_flash: bool) -> None:
         """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
         self.local_flash = local_flash
-        self.guard.placed(local_flash=local_flash)
-        if self.head is not None:
-            self.head.protector.placed(local_flash=local_flash)
+        self._hearing.placed(local_flash=local_flash)
         peers = None
         if local_flash and self.nodes is not None:
+            from safehold.agent import joined_flash
+
             names, token = self.world.node_names, self.token
             peers = joined_flash.to_wire(node=self.node, names=names, addresses=self.nodes.addresses, token=token)
         self.flusher.configure(self.config.to_wire(), peers)
@@ -432,7 +432,6 @@ class Session:
         """A save is durable."""
         if self.saves is None:
             return
-        self.guard.committed()
         figures: dict[str, float] = {}
         try:
             figures = self.saves.committed(step, attempt)

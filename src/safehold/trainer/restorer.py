@@ -120,6 +120,13 @@ class Restorer:
         self._reconnector = Reconnector(run, config)
         self._bound: list[TensorLeaf] = []
 
+    def close(self) -> None:
+        """Close the ways to other nodes' disks, where there are any."""
+        if isinstance(self._tier, JoinedTier):
+            from safehold.agent import joined_flash
+
+            joined_flash.close(self._tier)
+
     def take_bound(self) -> list[TensorLeaf]:
         """Return the leaves that the last restore has filled, once."""
         bound, self._bound = self._bound, []
@@ -239,7 +246,8 @@ class Restorer:
             self._tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
         if isinstance(self._tier, RecoveringTier):
             self._tier.forget()
-        checkpoint = Catalog(self._tier, patience_s=5.0).load(commit, manifest_bytes=offer.manifest, lazy=True)
+        catalog, run_id = Catalog(self._tier, patience_s=5.0), self._run.run_id
+        checkpoint = catalog.load(commit, manifest_bytes=offer.manifest, run_id=run_id, lazy=True)
         return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
 
     def _reading(

@@ -54,6 +54,8 @@ class FakeFlusher:
         self.replaced = 0
         self.pid = None
         self.configured: list[dict[str, Any]] = []
+        self.peers: dict[str, Any] | None = None
+        self.url = "/run"
 
     @property
     def num_open(self) -> int:
@@ -90,6 +92,7 @@ class FakeFlusher:
 
     def configure(self, config: dict[str, Any], peers: dict[str, Any] | None = None) -> None:
         self.configured.append(config)
+        self.peers = peers
 
     def forget(self, arena_id: int) -> None:
         self.forgotten.append(arena_id)

@@ -31,6 +31,7 @@ REQUESTS = [
     m.MemoryAsk(10, 1),
     m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"]),
     m.RestoreDone(12, 10),
+    m.ProtectionAsk(13, 4.5),
     m.Bye(14, False),
     m.StatusAsk(15),
 ]

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_fakes import FakeFlusher
 
 from safehold.agent import flash_files, joined_flash
 from safehold.agent.net.addresses import Address
@@ -18,6 +20,7 @@ from safehold.agent.net.identity import Identity
 from safehold.agent.net.peers import Peers
 from safehold.agent.net.remote_tier import PIECE_BYTES, PeerTier
 from safehold.agent.net.seam import Listeners
+from safehold.agent.session import Session
 from safehold.agent.tier_calls import TierCalls
 from safehold.config import Config
 from safehold.errors import StorageError, StorageFullError, SupersededError, TornFileError
@@ -246,6 +249,18 @@ def test_who_has_seen_a_newer_incarnation_refuses_an_older_one(host: Host) -> No
     tier.put(manifest, b"listed")
     with pytest.raises(SupersededError):
         tier.put(stone, b"late")
+
+
+def test_a_job_that_is_over_gets_nothing_done_on_this_disk() -> None:
+    """Its agent here knows of the newer incarnation, before its process on the other node does."""
+    replies: list[Any] = []
+    flusher = FakeFlusher({"tier": b"answer"})
+    session = SimpleNamespace(ended_by=0, flusher=flusher, config=Config(), _superseded=lambda: SupersededError("over"))
+    Session._ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
+    assert replies == [b"answer"] and flusher.log == [("tier", {"question": b"question"})]
+    session.ended_by = 2
+    Session._ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
+    assert isinstance(replies[1], SupersededError) and len(flusher.log) == 1
 
 
 def test_only_files_of_a_run_are_given_away(tmp_path: Path) -> None:

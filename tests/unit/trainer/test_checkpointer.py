@@ -313,7 +313,7 @@ def test_an_error_in_the_block_is_not_replaced(make: Make, monkeypatch: pytest.M
 def test_a_constructor_that_fails_late_leaves_the_agent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from safehold import checkpointer
 
-    monkeypatch.setattr(checkpointer, "open_tier", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr(checkpointer, "open_flash", lambda *args, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make()
     monkeypatch.undo()

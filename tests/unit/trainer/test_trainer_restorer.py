@@ -45,8 +45,8 @@ def test_a_trouble_of_one_rank_costs_no_checkpoint(make: Make, monkeypatch: pyte
     with make() as ckpt:
         state = two_saves(ckpt)
         tier = faulty(ckpt, monkeypatch)
-        for kind in ("open_pack", "get"):
-            tier.fail(kind, error=OSError(number, "not here, not now"))
+        for kind, path in (("open_pack", "*"), ("get", "*.objects")):
+            tier.fail(kind, path=path, error=OSError(number, "not here, not now"))
             with pytest.raises(StorageError, match="not here, not now") as caught:
                 ckpt.restore(state)
             assert ("partly overwritten" in str(caught.value)) == (kind == "open_pack")
