@@ -17,6 +17,7 @@ from safehold.config import Config
 from safehold.errors import CheckpointError, IntegrityError, StorageFullError
 from safehold.events import EventStream
 from safehold.format import document, paths, records
+from safehold.format.crc import BLOCK_BYTES, num_blocks
 from safehold.format.records import Manifest
 from safehold.pipeline import joining
 from safehold.pipeline.block_work import Effort
@@ -129,7 +130,8 @@ class RedundancyCalls:
         path = f"{directory}/{paths.node_record(node)}"
         record = records.decode_node_record(own.get(path, limit_bytes=ref.size_bytes), path=path)
         mine = sum(pack.size_bytes for pack in record.packs) + record.objects_size_bytes
-        share = -(-mine * of.num_parity // of.num_data)
+        blocks = sum(map(num_blocks, (record.objects_size_bytes, *(pack.size_bytes for pack in record.packs))))
+        share = -(-blocks // of.num_data) * of.num_parity * BLOCK_BYTES  # where the others have as much
         older = _older_bytes(own, manifest.commit)  # may go when the next save needs the room
         text = f"{share} bytes of redundancy, and the next save of {mine} bytes, do not fit"
         self._require(own, share + max(0, mine - older), arguments, text)

@@ -81,7 +81,7 @@ class RecoveringTier(JoinedTier):
             if lost is None:
                 raise
             return _small(lost, name, limit_bytes)
-        return data if self._fits(commit, node, name, data) else self._instead(commit, node, name, data)
+        return data if self._fits(commit, node, name, data) else self._instead(commit, node, name, data, limit_bytes)
 
     def lost(self, manifest: Manifest, node: int) -> LostNode:
         """Return a node of a checkpoint as the others give it back, enough of which are there.
@@ -178,13 +178,13 @@ class RecoveringTier(JoinedTier):
             return True
         return name != paths.node_objects(node) or document.digest(data) == record.objects_blake3
 
-    def _instead(self, commit: CommitId, node: int, name: str, damaged: bytes) -> bytes:
+    def _instead(self, commit: CommitId, node: int, name: str, damaged: bytes, limit_bytes: int) -> bytes:
         """Return what a damaged file should be; the file itself where nobody can tell, for its reader to refuse."""
         try:
             lost = self._lost_of(commit, node)
         except CheckpointError:
             return damaged
-        return damaged if lost is None else _small(lost, name, len(damaged))
+        return damaged if lost is None else _small(lost, name, limit_bytes)
 
 
 class RedundancySource:
