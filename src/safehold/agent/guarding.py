@@ -56,7 +56,7 @@ class Guard:
     def is_busy(self) -> bool:
         """Whether something is being protected, or about to be, that other nodes may need this one for."""
         until = self._expected_until
-        return bool(self._running) or (until is not None and self._clock.monotonic() < until)
+        return any(self._running.values()) or (until is not None and self._clock.monotonic() < until)
 
     def committed(self) -> None:
         """A save is durable: its redundancy is what comes next."""

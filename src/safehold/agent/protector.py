@@ -15,7 +15,7 @@ from safehold.agent import words as w
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.guarding import patience_s
 from safehold.agent.redundancy_wire import set_from_wire, set_to_wire
-from safehold.clock import Clock
+from safehold.clock import Clock, new_token
 from safehold.config import Config
 from safehold.errors import CheckpointError, DeadlineError, RankLostError, SkippedError, from_wire
 from safehold.events import EventStream
@@ -86,7 +86,7 @@ class Protector:
         self._clock, self._events = clock, events
         self._scheme = scheme_of(config)
         self._layout: Layout | None = None
-        self._number = 0
+        self._number = int(new_token()[:12], 16)  # flushers outlive leads, and must not take one's work for another's
         self._running: _Work | None = None
         self._next: _Work | None = None
         self._lost: set[int] = set()
