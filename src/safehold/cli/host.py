@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from safehold.cli.output import clean, print_json, print_table, time_iso, time_text
 from safehold.cli.state import json_option
+from safehold.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from safehold.host.runtime import RunSlot
+
+STATUS_TIMEOUT_S = 1.0
+"""For the question to an agent: one that hangs is shown without the answer."""
 
 
 @click.command()
@@ -37,6 +44,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started_s": info.started_s if info else None,
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
+                "protected_step": _protected_step(slot) if alive else None,
                 "extra": dict(info.extra) if info else {},
             }
         )
@@ -45,9 +53,25 @@ def agents(show_all: bool, as_json: bool) -> None:
     elif not entries:
         click.echo("no agents", err=True)
     else:
-        print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "RUN", "LOG"], [_row(e) for e in entries], right="PID AGE"
-        )
+        columns = ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "RUN", "LOG"]
+        rows = [_row(entry) for entry in entries]
+        if any(entry["protected_step"] is not None for entry in entries):
+            columns.insert(-1, "PROTECTED")
+            steps = ["" if entry["protected_step"] is None else f"step {entry['protected_step']}" for entry in entries]
+            rows = [(*row[:-1], step, row[-1]) for row, step in zip(rows, steps, strict=True)]
+        print_table(columns, rows, right="PID AGE")
+
+
+def _protected_step(slot: RunSlot) -> int | None:
+    """Return the last step whose redundancy on other nodes is complete, as its agent knows; None where it does not, or does not answer."""
+    from safehold.agent.start import ask_status
+
+    try:
+        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
+    except CheckpointError:
+        return None
+    step = session.get("protected_step") if isinstance(session, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
