@@ -33,6 +33,7 @@ from safehold.errors import ConfigurationError
         ("flush_rate_bytes_s", 1.5),
         ("flush_busy_share", 1.1),
         ("flush_nice", 20),
+        ("flash", "remote"),
         ("runtime_dir", 3),
         ("overlap_policy", "never"),
         ("on_failure", None),

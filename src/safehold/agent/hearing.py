@@ -91,6 +91,8 @@ class Hearing:
                 self._here.guard.protect(word)
             case w.ProtectionOver():
                 self._here.guard.over(word)
+                for peer in self._here.peers.values():
+                    peer.reply(m.Protected(word.step, word.done))
             case w.Protect():
                 pass
             case w.PartWanted():

@@ -270,6 +270,14 @@ class Note(msgspec.Struct, tag="note", frozen=True):
     id: int = 0
 
 
+class Protected(msgspec.Struct, tag="protected", frozen=True):
+    """Notification: all nodes have made their redundancy of a checkpoint; or it stays without (`done` false), which a note explains."""
+
+    step: int
+    done: bool
+    id: int = 0
+
+
 class RestoreAsk(msgspec.Struct, tag="restore_ask", frozen=True):
     """A rank asks what to restore; the reply comes when all ranks of the node have asked for the same."""
 
@@ -417,6 +425,7 @@ Reply = (
     | Durable
     | SaveFailed
     | Superseded
+    | Protected
     | Note
 )
 

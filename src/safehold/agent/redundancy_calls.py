@@ -33,6 +33,7 @@ from safehold.tiers.joined import JoinedTier
 from safehold.types import CommitId
 
 MAX_CANCELS = 256
+THREADS = 2
 
 MakeRoom = Callable[[dict[str, Any], int], bool]
 
@@ -84,7 +85,7 @@ class RedundancyCalls:
     def _effort(self, arguments: dict[str, Any]) -> Effort:
         cancelled, deadline_s = self._flag(arguments["number"]), float(arguments["deadline_s"])
         pacer, begun = self._pacer(), threading.local()
-        unpaced_from, rate = time.monotonic() + deadline_s / 2, self._config().flush_rate_bytes_s
+        unpaced_from, rate = time.monotonic() + deadline_s / 2, self._config().flush_rate_bytes_s / THREADS
 
         def pace(num_bytes: int) -> None:
             """Have this thread wait for its turn, and for the rate; not any more once half of the time is used."""
@@ -97,7 +98,7 @@ class RedundancyCalls:
                     pacer.spent(began)
                 begun.at = pacer.wait(cancelled, unpaced_from)
 
-        return Effort(deadline_s=deadline_s, cancelled=cancelled.is_set, pace=pace)
+        return Effort(threads=THREADS, deadline_s=deadline_s, cancelled=cancelled.is_set, pace=pace)
 
     def _protect(self, tier: JoinedTier, arguments: dict[str, Any], effort: Effort) -> int:
         of, node = set_from_wire(arguments["set"]), int(arguments["node"])
@@ -155,12 +156,12 @@ class RedundancyCalls:
             raise ValueError("redundancy is for disks of the nodes' own")
         commit = CommitId(*arguments["commit"])
         manifest = _manifest(tier, arguments["commit"])
-        at = joining.holders(tier, commit)
+        at, redundant = joining.spread(tier, commit)
         sets: dict[tuple[int, ...], dict[str, Any]] = {}
         protected = []
         directory = paths.checkpoint_dir(commit)
         with closing(_members(tier, at)) as members:
-            for node in sorted(at):
+            for node in sorted(redundant & at.keys()):
                 try:
                     record, _ = read_redundancy(members, node, directory)
                     check_against(record, manifest, node, path=f"{directory}/{paths.redundancy_record(node)}")

@@ -125,9 +125,10 @@ def node_of(name: str) -> int | None:
 
 def is_file(path: str) -> bool:
     """Whether this is the path of a file that this library writes into a run directory."""
+    if path == RUN_JSON:
+        return True
     directory, _, name = path.rpartition("/")
     parsers: dict[str, Callable[[str], object]] = {
-        "": lambda name: name if name == RUN_JSON else None,
         INCARNATIONS: parse_incarnation,
         PLANS: parse_plan,
         QUARANTINES: parse_quarantine,

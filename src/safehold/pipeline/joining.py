@@ -74,7 +74,12 @@ def guess_for(directory: str, holders: Mapping[int, str]) -> Callable[[str], str
 
 
 def holders(tier: JoinedTier, commit: CommitId) -> dict[int, str]:
-    """Return at which node the files are that each node of a checkpoint wrote; those without any are not in it.
+    """Return the first of `spread`."""
+    return spread(tier, commit)[0]
+
+
+def spread(tier: JoinedTier, commit: CommitId) -> tuple[dict[int, str], set[int]]:
+    """Return at which node the files are that each node of a checkpoint wrote, those without any left out; and who has made redundancy.
 
     Without its node record a node has nothing. What is missing here has to be given back by redundancy; see `pipeline.recovering`.
     """
@@ -87,7 +92,8 @@ def holders(tier: JoinedTier, commit: CommitId) -> dict[int, str]:
         has = found.get(number, {}) if (number := paths.node_of(name)) is not None else {}
         for node in has.keys() & set(nodes):
             has[node] += 1
-    return {number: max(sorted(has), key=lambda node: has[node]) for number, has in found.items()}
+    redundant = {number for name in there if (number := paths.parse_redundancy_record(name)) is not None}
+    return {number: max(sorted(has), key=lambda node: has[node]) for number, has in found.items()}, redundant
 
 
 def not_here(manifest: Manifest, names: Iterable[str]) -> list[str]:

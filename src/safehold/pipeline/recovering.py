@@ -32,12 +32,14 @@ class _Survey:
     Attributes:
         manifest: Its manifest.
         at: Node of the checkpoint -> where its files are.
+        redundant: Nodes of the checkpoint that have made redundancy.
         members: Their bytes.
         lost: What was asked for so far: a node, or why it cannot be given back.
     """
 
     manifest: Manifest
     at: dict[int, str]
+    redundant: set[int]
     members: PlacedMembers
     lost: dict[int, LostNode | CheckpointError] = field(default_factory=dict)
 
@@ -126,9 +128,9 @@ class RecoveringTier(JoinedTier):
         commit = manifest.commit
         found = self._surveys.get(commit)
         if found is None:
-            at = joining.holders(self, commit)
+            at, redundant = joining.spread(self, commit)
             members = PlacedMembers({node: self.members[name] for node, name in at.items()})
-            found = self._surveys[commit] = _Survey(manifest, at, members)
+            found = self._surveys[commit] = _Survey(manifest, at, redundant, members)
         return found
 
     def _manifest(self, commit: CommitId) -> Manifest:
@@ -151,7 +153,11 @@ class RecoveringTier(JoinedTier):
         return self.lost(manifest, node) if any(ref.node == node for ref in manifest.nodes) else None
 
     def _open(self, survey: _Survey, node: int) -> LostNode | CheckpointError:
-        others = [other for other in survey.at if other != node]
+        others = sorted(
+            (other for other in survey.at if other != node), key=lambda other: other not in survey.redundant
+        )
+        if not survey.redundant:
+            return _unprotected(survey.manifest, node, survey.at)
         try:
             lost = open_lost(survey.manifest, node, survey.members, others)
         except CheckpointError as exc:

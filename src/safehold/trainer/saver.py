@@ -111,6 +111,8 @@ class Saver:
                 self._take_settlement(reply)
             case m.Superseded():
                 self._superseded(reply)
+            case m.Protected():
+                self._events.emit("protect", "done" if reply.done else "failed", step=reply.step)
             case m.Note():
                 log.warning("safehold: %s", reply.text)
 

@@ -49,6 +49,7 @@ REPLIES = [
     m.Verdict(10, "stop", ERROR, 4, (["a"], ["b"], ["c"])),
     m.Status(11, {"pid": 1, "session": None}),
     m.Settled({"groups": []}),
+    m.Protected(10, True),
     m.Durable(10, 1, "flash", {"bytes": 1.0}),
     m.SaveFailed(10, 1, ERROR),
     m.Superseded(5),

@@ -72,6 +72,7 @@ def test_all_nodes_protect_what_was_committed_and_only_then() -> None:
         answer(job, node)
     assert not any(session.guard.is_busy for session in job.sessions)
     assert [session.facts()["protected_step"] for session in job.sessions] == [5] * 4
+    assert all(job.peers[rank].last(m.Protected) == m.Protected(5, True) for rank in range(4))
     assert events(job) == [("started", 5), ("done", 5)]
 
 

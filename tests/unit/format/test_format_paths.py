@@ -112,3 +112,51 @@ def test_a_lease_is_named_by_hex_digits_only(reader: str) -> None:
     with pytest.raises(ValueError, match="32 lower-case hex digits"):
         paths.lease(10, reader)
     assert paths.parse_lease(f"000000010-{reader}.json") is None
+
+
+def test_whose_file_it_is() -> None:
+    assert paths.parse_pack(paths.pack(3, 17, 2)) == (3, 17, 2)
+    for name in (
+        "00003-00017.2.safetensors.bak",
+        "3-17.2.safetensors",
+        "00003-00017.02.safetensors",
+        "000003-00017.2.safetensors",
+    ):
+        assert paths.parse_pack(name) is None and paths.node_of(name) is None
+    assert {paths.node_of(name) for name in (paths.pack(3, 1, 0), paths.node_record(3), paths.node_objects(3))} == {3}
+    assert paths.node_of(paths.MANIFEST) is None
+
+
+def test_which_paths_are_files_of_a_run() -> None:
+    commit = CommitId(10, 3, 1)
+    directory = paths.checkpoint_dir(commit)
+    assert paths.parse_checkpoint_dir(directory) == commit
+    ours = [paths.RUN_JSON, paths.incarnation(4), paths.plan("a" * 64), paths.quarantine(commit), paths.pin(10)]
+    names = [paths.MANIFEST, paths.tombstone(4), paths.pack(0, 1, 0), paths.node_record(0), paths.node_objects(0)]
+    names += [paths.redundancy_record(3), paths.redundancy_share(3, 1)]
+    for path in (*ours, *(f"{directory}/{name}" for name in names)):
+        assert paths.is_file(path), path
+    strange = [
+        "",
+        "x",
+        directory,
+        f"{directory}/x",
+        f"{directory}/sub/{paths.MANIFEST}",
+        f"/{paths.RUN_JSON}",
+        "plans/x",
+    ]
+    strange += [
+        paths.MANIFEST,
+        f"checkpoints/{paths.MANIFEST}",
+        f"checkpoints/10/3-1/{paths.MANIFEST}",
+        f"../{directory}/manifest.json",
+    ]
+    strange += [
+        f"checkpoints/000000010/3-01/{paths.MANIFEST}",
+        f"other/000000010/3-1/{paths.MANIFEST}",
+        f".tmp-{paths.RUN_JSON}",
+    ]
+    for path in strange:
+        assert not paths.is_file(path), path
+    for path in ("", "checkpoints", "checkpoints/000000010", f"{directory}/x", "checkpoints/000000010/3-1/"):
+        assert paths.parse_checkpoint_dir(path) is None
