@@ -24,14 +24,16 @@ from safehold.agent.lead import Lead
 from safehold.agent.means import Spawn, in_thread
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
+from safehold.agent.protector import Protector
 from safehold.agent.ranks_afar import afar
 from safehold.agent.replicator import Replicator
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
 from safehold.agent.settling import OthersSettled
+from safehold.agent.undeclared import specs_of, without_contradictions
 from safehold.clock import Clock, new_token
 from safehold.config import Config
-from safehold.errors import CheckpointError, SkippedError, SupersededError
+from safehold.errors import CheckpointError, SupersededError
 from safehold.events import EventStream
 from safehold.policy import commit as protocol
 from safehold.policy import settlement as settlements
@@ -99,6 +101,17 @@ class Head:
         self.places = Places(
             names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
         )
+        self.protector = Protector(
+            names=world.node_names,
+            domains=world.domains,
+            here=here.node,
+            config=config,
+            flusher=flusher,
+            tell=self.tell,
+            incarnation=lambda: here.incarnation,
+            clock=clock,
+            events=events,
+        )
         self.announcer = Announcer(
             world_size=world.world_size,
             every_seconds=every_seconds,
@@ -120,6 +133,7 @@ class Head:
             in_doubt=lambda: self._rebase_lost,
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
             planned=lambda number: self._dealing.deal(number),
+            restored=self.protector.restored,
         )
 
     def _new_replicator(self, copier: Flusher | None) -> Replicator:
@@ -189,6 +203,7 @@ class Head:
         """A newer incarnation owns the run."""
         self.restores.stop(error)
         self.replicator.stop()
+        self.protector.stop()
         if self.lead is not None:
             self.lead.handle(protocol.Superseded(incarnation=by))
 
@@ -239,9 +254,12 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
+            case w.ProtectedHere():
+                self.protector.told(node, report)
             case w.Came():
                 self.node_lost(node)
                 self.replicator.node_back(node)
+                self.protector.node_back(node)
             case _:
                 raise msgspec.ValidationError(f"{type(report).__name__} is no report")
 
@@ -302,7 +320,7 @@ class Head:
         """Ranks said which undeclared leaves they hold; once all have, all are told who holds what."""
         self._undeclared.update(found)
         if len(self._undeclared) == self._here.world.world_size:
-            settled = settlements.settle(_without_contradictions(self._undeclared))
+            settled = settlements.settle(without_contradictions(self._undeclared))
             self.tell_all(w.LeavesSettled(settlements.to_wire(settled)))
 
     def _take_compared(self, node: int, told: w.Compared) -> None:
@@ -330,6 +348,7 @@ class Head:
         self.places.lost(node)
         self.replicator.node_lost(node)
         self._dealing.node_lost(node)
+        self.protector.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:
@@ -337,6 +356,7 @@ class Head:
         self.others.back(node)
         self.places.back(node)
         self.replicator.node_back(node)
+        self.protector.node_back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -379,6 +399,7 @@ class Head:
             self.announcer.committed(step)
             assert self._known is not None
             self._retention.retire(self._known, step, attempt)
+            self.protector.committed(step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -456,35 +477,20 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator)
+        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator, self.protector)
         due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
         return min(due, default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator):
+        for part in (
+            self.lead,
+            self.restores,
+            self.announcer,
+            self.others,
+            self.places,
+            self.replicator,
+            self.protector,
+        ):
             if part is not None:
                 part.tick()
-
-
-def specs_of(leaves: list[tuple[str, str, list[int], str]]) -> list[TensorSpec]:
-    """Return leaves as a trainer names them."""
-    return [
-        TensorSpec(name=name, dtype=dtype, shape=tuple(shape), kind="numpy" if kind == "numpy" else "torch")
-        for name, dtype, shape, kind in leaves
-    ]
-
-
-def dropped() -> CheckpointError:
-    """What the saves of an announcement fail with that not all ranks followed."""
-    text = "not all ranks could follow the announcement of this save by time"
-    return SkippedError(text, hint="it is announced again, further ahead")
-
-
-def _without_contradictions(undeclared: dict[int, list[TensorSpec]]) -> dict[int, list[TensorSpec]]:
-    """Leave out the leaves that ranks have under one name and not alike; they stay unsettled."""
-    specs: dict[str, set[TensorSpec]] = {}
-    for leaves in undeclared.values():
-        for spec in leaves:
-            specs.setdefault(spec.name, set()).add(spec)
-    return {rank: [spec for spec in leaves if len(specs[spec.name]) == 1] for rank, leaves in undeclared.items()}

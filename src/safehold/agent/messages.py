@@ -27,12 +27,14 @@ class World(msgspec.Struct, frozen=True):
         world_size: Number of ranks.
         node_of: Index of the node of each rank; nodes count from 0 in order of their lowest rank.
         node_names: Host name of each node.
+        domains: Failure domain of each node; empty where none is named.
     """
 
     token: str
     world_size: int
     node_of: list[int]
     node_names: list[str]
+    domains: list[str] = []
 
     def ranks_of(self, node: int) -> list[int]:
         """Return the ranks on a node."""
@@ -284,6 +286,14 @@ class Note(msgspec.Struct, tag="note", frozen=True):
     id: int = 0
 
 
+class Protected(msgspec.Struct, tag="protected", frozen=True):
+    """Notification: all nodes have made their redundancy of a checkpoint; or it stays without (`done` false), which a note explains."""
+
+    step: int
+    done: bool
+    id: int = 0
+
+
 class RestoreAsk(msgspec.Struct, tag="restore_ask", frozen=True):
     """A rank asks what to restore; the reply comes when all ranks of the node have asked for the same."""
 
@@ -376,6 +386,13 @@ class RestoreDone(msgspec.Struct, tag="restore_done", frozen=True):
     step: int
 
 
+class ProtectionAsk(msgspec.Struct, tag="protection_ask", frozen=True):
+    """A rank that leaves waits until what is committed has its redundancy, or it is clear that it gets none; at most `timeout_s`."""
+
+    id: int
+    timeout_s: float
+
+
 class Bye(msgspec.Struct, tag="bye", frozen=True):
     """An orderly end of the connection. `linger`: False asks the agent not to wait for a restart once all have left this way."""
 
@@ -414,6 +431,7 @@ Request = (
     | chunk_messages.ChunksUsed
     | chunk_messages.ReadingOver
     | RestoreDone
+    | ProtectionAsk
     | Bye
     | StatusAsk
 )
@@ -438,6 +456,7 @@ Reply = (
     | LeftOut
     | SaveFailed
     | Superseded
+    | Protected
     | Note
 )
 

@@ -121,6 +121,9 @@ class Opening:
         notes = [*self._afar.notes, *value["notes"], *survival_notes(self._connection.pid)]
         if (num_nodes := len(session.world.node_names)) > 1:
             notes.append(places.note(session.local_flash, num_nodes))
+        if session.head is not None:
+            more, warned = session.head.protector.notes(local_flash=session.local_flash)
+            notes, warnings = [*notes, *more], [*warnings, *warned]
         self._connection.reply(
             m.RunOpened(
                 self._message.id,

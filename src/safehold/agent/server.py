@@ -144,14 +144,15 @@ class AgentServer:
         self._settling = True
         left_s = max(0.0, self._stop_at - now)
 
-        def settled() -> None:
+        def ready() -> None:
             self._has_settled = True
 
         session = self._current
         if session is None:
-            settled()
-        else:
-            session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
+            ready()
+            return
+        settled = lambda: session.guard.when_idle(ready, left_s)  # noqa: E731 - other nodes may read here, for redundancy
+        session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
 
     def _stop_copying(self) -> None:
         """Leave once no replication is under way, which may go on until shortly before the end of the grace."""
@@ -190,7 +191,8 @@ class AgentServer:
 
     def _in_flight(self) -> bool:
         num_open = self._current.num_open if self._current is not None else 0
-        return num_open > 0 or (self._flusher is not None and self._flusher.num_open > 0)
+        protecting = self._current is not None and self._current.guard.is_busy
+        return num_open > 0 or protecting or (self._flusher is not None and self._flusher.num_open > 0)
 
     def _patience(self) -> float:
         now = self._clock.monotonic()

@@ -19,7 +19,8 @@ from safehold.agent.arenas import ArenaPool
 from safehold.agent.copying import Copying
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
-from safehold.agent.head import Head, specs_of
+from safehold.agent.guarding import Guard
+from safehold.agent.head import Head
 from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
@@ -32,6 +33,8 @@ from safehold.agent.passing_on import PassingOn
 from safehold.agent.restores import Restores
 from safehold.agent.roles import new_follower, new_head
 from safehold.agent.saves import NodeSaves
+from safehold.agent.serving_disk import ask_disk
+from safehold.agent.undeclared import specs_of
 from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import (
@@ -106,8 +109,12 @@ class Session:
         self.saves: NodeSaves | None = None
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
-        self.copying = self._new_copying(self.copier) if self.copier is not None else None
+        copying, tell_lead = None, self._hearing.tell_lead
+        if self.copier is not None:
+            copying = Copying(self.node, config=self.config, copier=self.copier, tell_lead=tell_lead, clock=clock)
+        self.copying = copying
         self.passing = PassingOn(self, config=self.config, pool=pool, post=post, clock=clock, events=events)
+        self.guard = Guard(self.config, self.keep, flusher, tell_lead, clock)
         self.head = new_head(self, post, clock, events, means) if self.is_lead else None
         self.follower = None if self.is_lead else new_follower(self, clock)
         if self.incarnation:  # an agent before this one opened it
@@ -157,24 +164,13 @@ class Session:
             events=self._events,
             spawn=self._means.spawn,
         )
-        nodes.serve_disk(self.flusher.url, self._ask_disk)
+        nodes.serve_disk(self.flusher.url, lambda question, reply: ask_disk(self, question, reply))
         return nodes
-
-    def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
-        """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
-        if self.ended_by:
-            reply(self.superseded())
-            return
-        self.flusher.call(
-            "tier",
-            {"question": question},
-            lambda value, error: reply(value if error is None else error),
-            timeout_s=self.config.flush_timeout_s,
-        )
 
     def placed(self, *, local_flash: bool) -> None:
         """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
         self.local_flash = local_flash
+        self._hearing.placed(local_flash=local_flash)
         peers = None
         if local_flash and self.nodes is not None:
             from safehold.agent import joined_flash
@@ -184,15 +180,6 @@ class Session:
         for process in (self.flusher, self.copier):
             if process is not None:
                 process.configure(self.config.to_wire(), peers)
-
-    def _new_copying(self, copier: Flusher) -> Copying:
-        def tell_lead(report: w.Report) -> None:
-            if self.head is not None:
-                self.head.report(self.node, report)
-            else:
-                self.send(self.lead_node, report)
-
-        return Copying(self.node, config=self.config, copier=copier, tell_lead=tell_lead, clock=self._clock)
 
     def is_copying(self, waited_s: float) -> bool:
         """Whether the agent stays for a replication, so long after its last trainer has gone."""
@@ -325,6 +312,7 @@ class Session:
             return
         self.ended_by = by
         self.stop_copying()
+        self.guard.stop()
         error = self.superseded()
         if self.saves is not None:
             self.saves.end(error)
@@ -406,6 +394,8 @@ class Session:
                 | chunk_messages.ReadingOver()
             ):
                 self.passing.handle(peer, message)
+            case m.ProtectionAsk():
+                self.guard.when_idle(lambda: peer.reply(m.Done(message.id)), message.timeout_s)
             case m.MemoryAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 arena_requests.memory(self, peer, message)
@@ -479,6 +469,7 @@ class Session:
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
+        self.guard.tick()
         self.up.tick()
         self.passing.tick()
 
@@ -499,6 +490,7 @@ class Session:
             "connected": sorted(self.peers),
             "world_size": self.world.world_size,
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
+            "protected_step": self.guard.step,
             "superseded_by": self.ended_by or None,
             "address": self.nodes.address if self.nodes is not None else None,
             "nodes": self.world.node_names,

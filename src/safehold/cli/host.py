@@ -12,6 +12,13 @@ import click
 
 from safehold.cli.output import clean, print_json, print_table, size_text, time_iso, time_text
 from safehold.cli.state import json_option
+from safehold.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from safehold.host.runtime import RunSlot
+
+STATUS_TIMEOUT_S = 1.0
+"""For the question to an agent: one that hangs is shown without the answer."""
 
 if TYPE_CHECKING:
     from safehold.host.runtime import AgentInfo, RunSlot
@@ -67,6 +74,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
                 **_fate(info if alive else None),
+                "protected_step": _protected_step(slot) if alive else None,
                 "extra": dict(info.extra) if info else {},
                 "remote": _remote(slot) if alive else None,
             }
@@ -76,11 +84,25 @@ def agents(show_all: bool, as_json: bool) -> None:
     elif not entries:
         click.echo("no agents", err=True)
     else:
-        print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"],
-            [_row(e) for e in entries],
-            right="PID AGE LIMIT OOM",
-        )
+        columns = ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"]
+        rows = [_row(entry) for entry in entries]
+        if any(entry["protected_step"] is not None for entry in entries):
+            columns.insert(-1, "PROTECTED")
+            steps = ["" if entry["protected_step"] is None else f"step {entry['protected_step']}" for entry in entries]
+            rows = [(*row[:-1], step, row[-1]) for row, step in zip(rows, steps, strict=True)]
+        print_table(columns, rows, right="PID AGE LIMIT OOM")
+
+
+def _protected_step(slot: RunSlot) -> int | None:
+    """Return the last step whose redundancy on other nodes is complete, as its agent knows; None where it does not, or does not answer."""
+    from safehold.agent.start import ask_status
+
+    try:
+        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
+    except CheckpointError:
+        return None
+    step = session.get("protected_step") if isinstance(session, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _fate(info: AgentInfo | None) -> dict[str, Any]:
@@ -118,7 +140,6 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
 def _remote(slot: RunSlot) -> dict[str, Any] | None:
     """Ask the agent about the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
     from safehold.agent.start import ask_status
-    from safehold.errors import CheckpointError
 
     try:
         session = ask_status(slot, STATUS_TIMEOUT_S).get("session")

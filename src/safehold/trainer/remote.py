@@ -73,10 +73,10 @@ class RemoteWaits:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], SaveHandle] = {}
 
-    def follow(self, handle: SaveHandle) -> None:
-        """A save has begun; news of its copy may come before those of the save itself."""
+    def follow(self, handle: SaveHandle) -> SaveHandle:
+        """A save has begun; news of its copy may come before those of the save itself. Returns the handle."""
         if not self._config.remote:
-            return
+            return handle
         gone = None
         with self._lock:
             self._waiting[handle.step, handle.attempt] = handle
@@ -84,6 +84,7 @@ class RemoteWaits:
                 gone = self._waiting.pop(next(iter(self._waiting)))
         if gone is not None:
             gone._copied(SkippedError("too many saves wait for their replication to follow them all", step=gone.step))
+        return handle
 
     def failed(self, handle: SaveHandle) -> None:
         """There is nothing to replicate."""

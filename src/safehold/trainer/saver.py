@@ -87,8 +87,7 @@ class Saver:
         self._settlement: Settlement | None = None
         self._known_parts: set[str] = set()
         self._connection = 0
-        self._seq = 0
-        self.alone = Alone()
+        self._seq, self.alone = 0, Alone()
         self.remote = RemoteWaits(config, rank=rank, events=events)
         self._arena = ArenaWriter(run, config)
         self._preparing = Preparing(run, self._arena, config)
@@ -115,6 +114,8 @@ class Saver:
                 self._take_settlement(reply)
             case m.Superseded():
                 self._superseded(reply)
+            case m.Protected():
+                self._events.emit("protect", "done" if reply.done else "failed", step=reply.step)
             case m.Note():
                 log.warning("safehold: %s", reply.text)
 
@@ -249,8 +250,7 @@ class Saver:
         """Save; see `Checkpointer.save`."""
         started = time.perf_counter()
         attempt = self._attempts[step] = self._attempts.get(step, -1) + 1
-        handle = new_handle(step, attempt, self._config)
-        self.remote.follow(handle)
+        handle = self.remote.follow(new_handle(step, attempt, self._config))
         handle._on_raised = self._failures.forget
         with self._lock:
             self._open[step, attempt] = handle
