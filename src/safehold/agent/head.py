@@ -101,17 +101,7 @@ class Head:
         self.places = Places(
             names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
         )
-        self.protector = Protector(
-            names=world.node_names,
-            domains=world.domains,
-            here=here.node,
-            config=config,
-            flusher=flusher,
-            tell=self.tell,
-            incarnation=lambda: here.incarnation,
-            clock=clock,
-            events=events,
-        )
+        self.protector = self._new_protector()
         self.announcer = Announcer(
             world_size=world.world_size,
             every_seconds=every_seconds,
@@ -134,6 +124,20 @@ class Head:
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
             planned=lambda number: self._dealing.deal(number),
             restored=self.protector.restored,
+        )
+
+    def _new_protector(self) -> Protector:
+        here = self._here
+        return Protector(
+            names=here.world.node_names,
+            domains=here.world.domains,
+            here=here.node,
+            config=self._config,
+            flusher=self._flusher,
+            tell=self.tell,
+            incarnation=lambda: here.incarnation,
+            clock=self._clock,
+            events=self._events,
         )
 
     def _new_replicator(self, copier: Flusher | None) -> Replicator:
