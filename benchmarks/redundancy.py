@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--steps", type=int, default=150, help="between saves")
     parser.add_argument("--only", default=",".join(SCHEMES))
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the flash of all hosts is (not below /dev or /run)")
+    parser.add_argument(
+        "--dir", default=tempfile.gettempdir(), help="where the flash of all hosts is (not below /dev or /run)"
+    )
     parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
