@@ -20,7 +20,7 @@ from safehold.agent.session import Session
 from safehold.agent.survival import survival_notes
 from safehold.errors import CheckpointError, ConfigurationError
 
-SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
+SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.4, 0.25, 0.3
 
 
 class Sessions(Protocol):

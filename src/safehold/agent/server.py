@@ -194,6 +194,11 @@ class AgentServer:
         protecting = self._current is not None and self._current.guard.is_busy
         return num_open > 0 or protecting or (self._flusher is not None and self._flusher.num_open > 0)
 
+    def _live(self) -> list[Session]:
+        """The session that owns the run here, and those that are being opened: their deadlines run."""
+        found = list(self._sessions.values())
+        return found if self._current is None or self._current in found else [*found, self._current]
+
     def _patience(self) -> float:
         now = self._clock.monotonic()
         due = [now + MAX_WAIT_S]
@@ -202,8 +207,7 @@ class AgentServer:
         if self._stop_at is not None:
             due.append(self._stop_at if self._settling else self._serve_until)
         due.extend(when for flusher in self._processes() if (when := flusher.next_deadline()) is not None)
-        if self._current is not None and (when := self._current.next_deadline()) is not None:
-            due.append(when)
+        due.extend(when for session in self._live() if (when := session.next_deadline()) is not None)
         return max(0.001, min(due) - self._clock.monotonic())
 
     def _tick(self) -> None:
@@ -214,8 +218,8 @@ class AgentServer:
             self._flusher.check_deadlines()
             if self._flusher.abandoned and self._flusher.reap_abandoned() and self._pool is not None:
                 self._pool.recovered()
-        if self._current is not None:
-            self._current.tick()
+        for session in self._live():
+            session.tick()
         if self._leaving:
             self._finish()
         if self._has_settled:

@@ -194,12 +194,12 @@ class Saver:
             )
 
     def _save_failed(self, step: int, attempt: int, error: CheckpointError, *, raised: bool = False) -> None:
-        with self._lock:
-            handle = self._open.pop((step, attempt), None)
-        if handle is not None and handle._advance("failed", error=error):
+        handle = self._open.get((step, attempt))
+        noted = lambda: self._failures.add(error, raised=raised)  # noqa: E731
+        if handle is not None and handle._advance("failed", error=error, before=noted):
             self.remote.failed(handle)
-            self._failures.add(error, raised=raised)
             self._events.emit("save", "failed", step=step, rank=self._rank, error=str(error))
+        self._open.pop((step, attempt), None)  # only now: whoever closes waits for those that are here
 
     def _take_settlement(self, reply: m.Settled) -> None:
         self._settlement = settlements.from_wire(reply.settlement)
