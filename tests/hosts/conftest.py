@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from hosts_here import hosts_or_skip
 
 from safehold.testing.hosts import Hosts, Zygote
