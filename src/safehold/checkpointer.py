@@ -24,7 +24,7 @@ from safehold.policy.retention import Best, Keep, as_keep
 from safehold.state.collect import preload
 from safehold.state.leaves import RestoreOptions
 from safehold.tiers.open import place
-from safehold.trainer.connection import Run, open_flash, open_run
+from safehold.trainer.connection import Run, leave, open_flash, open_run
 from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle, SaveOptions, wait_all
 from safehold.trainer.metrics import metric_values
@@ -432,7 +432,7 @@ class Checkpointer:
                 self._saver.close(timeout_s)
         finally:
             self._restorer.close()
-            self._run.client.close(linger=linger)
+            leave(self._run, self.config, timeout_s, linger=linger)
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""

@@ -55,6 +55,8 @@ class Config:
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.
         runtime_dir: Where sockets and locks of the node's agents are; empty: chosen from the environment.
         flash: Whether all nodes see one run directory (`shared`) or each has a disk of its own under that path (`local`); `auto` finds out.
+        copies: With node-local flash: so many whole copies of each checkpoint on other nodes; 0: none, 1 to 3.
+        parity: With node-local flash: `xor:4` (any 1 of 4 nodes may be lost), `rs:4+2` (any 2 of 6), ...; empty: none.
         direct_io: Use direct I/O where the file system takes it.
         storage_interface: Where agents of several nodes listen and talk to each other: an IP address or host name of each node, or the
             name of a network interface; empty: the interface that leads to the launcher's host (`MASTER_ADDR`).
@@ -100,6 +102,8 @@ class Config:
     split_bytes: int = 4 << 20
     runtime_dir: str = ""
     flash: Flash = "auto"
+    copies: int = 0
+    parity: str = ""
     direct_io: bool = True
     storage_interface: str = ""
     network_port: int = 0
@@ -126,6 +130,10 @@ class Config:
             raise ConfigurationError(f"flash must be auto, shared or local, not {self.flash!r}")
         if self.restore_pass_on not in ("auto", "off"):
             raise ConfigurationError(f"restore_pass_on must be auto or off, not {self.restore_pass_on!r}")
+        if self.copies and self.parity:
+            hint = "copies cost most and are quickest to read back, parity costs a fraction: choose one"
+            text = f"copies={self.copies} and parity={self.parity!r} exclude each other"
+            raise ConfigurationError(text, hint=hint)
         if not 1 <= self.flush_threads <= MAX_THREADS or not 1 <= self.restore_threads <= MAX_THREADS:
             raise ConfigurationError(f"flush_threads and restore_threads must be from 1 to {MAX_THREADS}")
         if self.flush_every < 1:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from safehold.testing.hosts import Hosts, HostsUnavailableError, Zygote
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from hosts_here import hosts_or_skip
+
+from safehold.testing.hosts import Hosts, Zygote
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "safehold", "safehold.checkpointer", "safehold.trainer.saver")
 
@@ -33,13 +37,3 @@ def two_hosts(host_zygote: Zygote, tmp_path: Path) -> Iterator[Hosts]:
     """Two hosts of this test's own."""
     with hosts_or_skip(2, host_zygote, tmp_path) as found:
         yield found
-
-
-def hosts_or_skip(num: int, zygote: Zygote, root: Path) -> Hosts:
-    """Make hosts; where that is not possible, a build server fails and a developer's machine skips."""
-    try:
-        return Hosts(num, root=root / "hosts", zygote=zygote)
-    except HostsUnavailableError as exc:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(exc))
-        pytest.skip(str(exc))

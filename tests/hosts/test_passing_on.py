@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from safehold.host.runtime import list_slots
 from safehold.testing.hosts import Hosts, Job, run_job
 
 pytestmark = pytest.mark.root
@@ -31,7 +32,17 @@ def ended(found: Job) -> Job:
 
 def saved(hosts: Hosts, **options: Any) -> str:
     with job(hosts, "--save", **options) as found:
-        return hashes(ended(found)).pop()
+        wanted = hashes(ended(found)).pop()
+    without_memory(hosts)
+    return wanted
+
+
+def without_memory(hosts: Hosts) -> None:
+    """Wait until the agents of the last job, and what they hold in memory, have gone."""
+    until = time.monotonic() + 20.0
+    while any(slot.is_locked() for host in hosts for slot in list_slots(host.runtime)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def hashes(found: Job) -> set[str]:
@@ -55,6 +66,7 @@ def test_what_all_hosts_want_is_read_from_storage_once(four_hosts: Hosts, ranks:
     assert sum(entry["storage"] for entry in told) < 1.2 * size
     nodes = [told[ranks * node]["node"] for node in range(4)]
     assert sum(nodes) == sum(entry["storage"] for entry in told) and max(nodes) < 0.4 * size
+    without_memory(four_hosts)
     with job(four_hosts, ranks=ranks, restore_pass_on="off") as found:
         ended(found)
     told = facts(found, 4 * ranks)

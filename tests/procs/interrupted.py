@@ -104,10 +104,10 @@ def drain_at_exit(run: str, phase: str) -> None:
     ckpt = safehold.Checkpointer(run, flush_rate_bytes_s=4 << 20, flush_block_bytes=1 << 20)
     real = ckpt.wait
 
-    def wait(timeout_s: float | None = None) -> None:
+    def wait(timeout_s: float | None = None, *, remote: bool = False) -> None:
         signal.signal(signal.SIGALRM, lambda *_: interrupt())
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        real(timeout_s)
+        real(timeout_s, remote=remote)
 
     ckpt.wait = wait  # type: ignore[method-assign]
     ckpt.save(1, {"w": np.zeros(1 << 20)})

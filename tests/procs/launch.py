@@ -208,4 +208,7 @@ def _in_group(call: Any, backend: str, directory: Path, rank: int, world_size: i
 
 
 if __name__ == "__main__":
-    sys.exit(_child(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
+    code = _child(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # torch now and then aborts while an interpreter with process groups is taken apart

@@ -134,7 +134,8 @@ def test_a_process_that_wakes_up_after_a_newer_incarnation_commits_nothing(rig: 
             for pid in before:
                 os.kill(pid, signal.SIGCONT)
             for entry in old.all("settle", 2):
-                assert (entry["state"], entry["error"]) == ("failed", "SupersededError"), entry
+                # The old agent of the other node may have gone before its flusher, which was stopped, asks it.
+                assert entry["state"] == "failed" and entry["error"] in ("SupersededError", "StorageError"), entry
             assert flushers
             new.all("train", 3)
             new.all("save", 3, wait=True)

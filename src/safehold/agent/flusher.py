@@ -45,6 +45,7 @@ from safehold.types import CommitId
 _ARENAS_KEPT = 256
 _CANCELS_KEPT = 1024
 NOT_BEGUN_POLL_S = 0.002
+REDUNDANCY = ("protect", "rebuild", "survey", "stop_protecting")
 OWN_DISK = ("record", "abandon")
 """What concerns this node's share of a checkpoint only."""
 
@@ -79,6 +80,7 @@ class FlusherProcess:
             "tier": lambda arguments, fds: self._calls.answer(self._open(), arguments["question"]),
             "place": lambda arguments, fds: places.carry_out(self._open(), arguments),
         }
+        self._redundancy_calls: Any = None
 
     def serve(self) -> None:
         """Take calls until the agent's end closes."""
@@ -124,7 +126,9 @@ class FlusherProcess:
         try:
             with self.events.span(operation, step=step, rank=arguments.get("rank")):
                 own = self._operations.get(operation)
-                if own is not None:
+                if operation in REDUNDANCY:
+                    value = self._redundancy(operation, arguments)
+                elif own is not None:
                     value = own(arguments, fds)
                 elif operation not in maintenance.OPERATIONS:
                     value = self._remote_calls().operations[operation](arguments)
@@ -152,6 +156,11 @@ class FlusherProcess:
             tier = self._open_all()
             if operation == "publish" and isinstance(tier, JoinedTier) and self._peers is not None:
                 arguments = {**arguments, "own_disks": self._peers["names"]}
+            if operation == "find" and isinstance(tier, JoinedTier):
+                from safehold.pipeline.recovering import RecoveringTier
+
+                with closing(RecoveringTier(tier)) as recovering:
+                    return maintenance.find(recovering, self._config, arguments, self.events)
         return maintenance.OPERATIONS[operation](tier, self._config, arguments, self.events)
 
     def _answer(self, number: int, value: Any, error: CheckpointError | None) -> None:
@@ -263,6 +272,25 @@ class FlusherProcess:
 
     def _observing(self, operation: Callable[..., Any]) -> Callable[[dict[str, Any], list[int]], Any]:
         return lambda arguments, _: operation(self._open_all(), self._config, arguments, self.events, self._observer)
+
+    def _redundancy(self, operation: str, arguments: dict[str, Any]) -> Any:
+        """Carry out one of `redundancy_calls`, which nodes without disks of their own need nothing of."""
+        from safehold.agent.redundancy_calls import RedundancyCalls
+
+        with self._lock:
+            if self._redundancy_calls is None:
+                self._redundancy_calls = RedundancyCalls(
+                    joined=self._open_all,
+                    config=lambda: self._config,
+                    pacer=lambda: self._pacer,
+                    make_room=self._room_for_redundancy,
+                    events=self.events,
+                )
+        return self._redundancy_calls.operations[operation](arguments)
+
+    def _room_for_redundancy(self, arguments: dict[str, Any], num_bytes: int) -> bool:
+        given = {"packs": [(0, num_bytes)], "num_ranks": 1, "given_up": [], **arguments}
+        return self._make_room(given, StorageFullError(f"redundancy needs {num_bytes} bytes"))
 
     def _make_room(self, arguments: dict[str, Any], exc: StorageFullError) -> bool:
         """Delete what no keep rule protects; True if that freed something, so that the allocation is tried again."""

@@ -16,7 +16,7 @@ from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
 from safehold.agent.dealing import Dealing
-from safehold.agent.fetching import Afar, Fetching, look_afar
+from safehold.agent.fetching import Fetching
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.here import Here
 from safehold.agent.known import Known
@@ -26,14 +26,17 @@ from safehold.agent.memory_held import Held
 from safehold.agent.memory_lead import MemoryLead
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
+from safehold.agent.protector import Protector
 from safehold.agent.ranks_afar import afar
+from safehold.agent.rebasing import Rebasing
 from safehold.agent.replicator import Replicator
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
 from safehold.agent.settling import OthersSettled
-from safehold.clock import Clock, new_token
+from safehold.agent.undeclared import specs_of, without_contradictions
+from safehold.clock import Clock
 from safehold.config import Config
-from safehold.errors import CheckpointError, SkippedError, SupersededError
+from safehold.errors import CheckpointError, SupersededError
 from safehold.events import EventStream
 from safehold.policy import commit as protocol
 from safehold.policy import settlement as settlements
@@ -78,7 +81,6 @@ class Head:
         spawn: Spawn = in_thread,
     ) -> None:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
-        self._copier = copier
         self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         world = here.world
         self._ranks_of = dict(enumerate(world.ranks_by_node()))
@@ -92,7 +94,6 @@ class Head:
         self._compared: dict[tuple[int, int], dict[int, dict[str, int]]] = {}
         self._when_idle: list[Callable[[], None]] = []
         self._on_settled: list[Callable[[], None]] = []
-        self._rebase_lost = False
         self._known: Known | None = None
         self._manifests: dict[int, int] = {}
         self.lead: Lead | None = None
@@ -101,6 +102,7 @@ class Head:
         self.places = Places(
             names=world.node_names, here=here.node, config=config, flusher=flusher, tell=self.tell, clock=clock
         )
+        self.protector = self._new_protector()
         self.announcer = Announcer(
             world_size=world.world_size,
             every_seconds=every_seconds,
@@ -113,19 +115,35 @@ class Head:
         self.memory = MemoryLead(
             here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events, spawn=spawn
         )
+        rebasing = Rebasing(here, config=config, flusher=flusher, copier=copier, memory=self.memory)
         self.restores = Restores(
             local_ranks=list(range(world.world_size)),
             config=config,
             flusher=flusher,
             memory_of=lambda commit: here.memory.here(commit),
             memory=self.memory,
-            rebase=self._rebase,
+            rebase=rebasing.rebase,
             when_idle=self.when_idle,
             incarnation=lambda: here.incarnation,
             clock=clock,
-            in_doubt=lambda: self._rebase_lost,
+            in_doubt=lambda: rebasing.lost,
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
             planned=lambda number: self._dealing.deal(number),
+            restored=self.protector.restored,
+        )
+
+    def _new_protector(self) -> Protector:
+        here = self._here
+        return Protector(
+            names=here.world.node_names,
+            domains=here.world.domains,
+            here=here.node,
+            config=self._config,
+            flusher=self._flusher,
+            tell=self.tell,
+            incarnation=lambda: here.incarnation,
+            clock=self._clock,
+            events=self._events,
         )
 
     def _new_replicator(self, copier: Flusher | None) -> Replicator:
@@ -197,6 +215,7 @@ class Head:
         """A newer incarnation owns the run."""
         self.restores.stop(error)
         self.replicator.stop()
+        self.protector.stop()
         if self.lead is not None:
             self.lead.handle(protocol.Superseded(incarnation=by))
 
@@ -250,9 +269,12 @@ class Head:
                 self._dealing.wants(node, report)
             case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
                 self.memory.report(node, report)
+            case w.ProtectedHere():
+                self.protector.told(node, report)
             case w.Came():
                 self.node_lost(node)
                 self.replicator.node_back(node)
+                self.protector.node_back(node)
             case _:
                 raise msgspec.ValidationError(f"{type(report).__name__} is no report")
 
@@ -313,7 +335,7 @@ class Head:
         """Ranks said which undeclared leaves they hold; once all have, all are told who holds what."""
         self._undeclared.update(found)
         if len(self._undeclared) == self._here.world.world_size:
-            settled = settlements.settle(settlements.without_contradictions(self._undeclared))
+            settled = settlements.settle(without_contradictions(self._undeclared))
             self.tell_all(w.LeavesSettled(settlements.to_wire(settled)))
 
     def _take_compared(self, node: int, told: w.Compared) -> None:
@@ -342,6 +364,7 @@ class Head:
         self.places.lost(node)
         self.replicator.node_lost(node)
         self._dealing.node_lost(node)
+        self.protector.node_lost(node)
         self._parts.lost(set(self._ranks_of[node]))
 
     def node_back(self, node: int) -> None:
@@ -349,6 +372,7 @@ class Head:
         self.others.back(node)
         self.places.back(node)
         self.replicator.node_back(node)
+        self.protector.node_back(node)
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -391,9 +415,10 @@ class Head:
             self._over(step, attempt)
             self.announcer.committed(step)
             assert self._known is not None
-            if not in_memory:  # else there is nothing to replicate, and nothing in its place to delete
+            if not in_memory:  # else there is nothing to replicate or protect, and nothing in its place to delete
                 self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
                 self._retention.retire(self._known, step, attempt)
+                self.protector.committed(step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -426,37 +451,6 @@ class Head:
         elif value and value.get("problem"):
             self.tell_all(w.ToAll(f"retention deletes nothing: {value['problem']}"))
 
-    def _rebase(
-        self, commit: CommitId, bad: list[CommitId], done: Callable[[int, CheckpointError | None], None]
-    ) -> None:
-        here = self._here
-        arguments = {
-            "token": new_token(),
-            "up_to": [commit.step, commit.incarnation, commit.attempt],
-            "exclude": [[entry.step, entry.incarnation, entry.attempt] for entry in bad],
-            "reason": f"restored step {commit.step}",
-            "in_memory": self.memory.is_believed(commit),
-        }
-
-        def look(*, again: bool) -> None:
-            look_afar(self._copier, self._config, lambda afar: ask(afar, again=again), lambda error: done(0, error))
-
-        def ask(afar: Afar, *, again: bool) -> None:
-            def opened(value: Any, error: CheckpointError | None) -> None:
-                self._rebase_lost = error is not None and self._flusher.lost
-                if error is None:
-                    here.opened(value["run_id"], value["incarnation"], value["steps"], self.memory.rebased(commit))
-                    done(here.incarnation, None)
-                elif self._rebase_lost and not again and not here.ended_by:
-                    look(again=True)  # else this very session may be superseded by what was done
-                else:
-                    done(0, error)
-
-            given = {**arguments, "held": afar.held}
-            self._flusher.call("open_run", given, opened, timeout_s=self._config.start_timeout_s)
-
-        look(again=False)
-
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def when_idle(self, then: Callable[[], None]) -> None:
@@ -473,26 +467,20 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator)
+        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator, self.protector)
         due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
         return min(due, default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator):
+        for part in (
+            self.lead,
+            self.restores,
+            self.announcer,
+            self.others,
+            self.places,
+            self.replicator,
+            self.protector,
+        ):
             if part is not None:
                 part.tick()
-
-
-def specs_of(leaves: list[tuple[str, str, list[int], str]]) -> list[TensorSpec]:
-    """Return leaves as a trainer names them."""
-    return [
-        TensorSpec(name=name, dtype=dtype, shape=tuple(shape), kind="numpy" if kind == "numpy" else "torch")
-        for name, dtype, shape, kind in leaves
-    ]
-
-
-def dropped() -> CheckpointError:
-    """What the saves of an announcement fail with that not all ranks followed."""
-    text = "not all ranks could follow the announcement of this save by time"
-    return SkippedError(text, hint="it is announced again, further ahead")

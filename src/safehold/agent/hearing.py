@@ -15,9 +15,8 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent import places
 from safehold.agent import words as w
-from safehold.agent.head import dropped
 from safehold.agent.node_save import Peer
-from safehold.errors import CheckpointError, ConfigurationError, RankLostError
+from safehold.errors import CheckpointError, ConfigurationError, RankLostError, SkippedError
 from safehold.events import EventStream
 from safehold.policy import commit as protocol
 from safehold.types import CommitId
@@ -71,6 +70,8 @@ class Hearing:
         """
         match word:
             case w.Committed() if word.incarnation == self._here.incarnation:
+                if not word.in_memory:
+                    self._here.guard.committed()
                 self._here.committed(word.step, word.attempt, in_memory=word.in_memory)
             case w.HoldManifest():
                 self._here.memory.hold_manifest(word)
@@ -87,6 +88,14 @@ class Hearing:
                 places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
             case w.Placed():
                 self._here.placed(local_flash=word.local_flash)
+            case w.Protect() if word.incarnation == self._here.incarnation:
+                self._here.guard.protect(word)
+            case w.ProtectionOver():
+                self._here.guard.over(word)
+                for peer in self._here.peers.values():
+                    peer.reply(m.Protected(word.step, word.done))
+            case w.Protect():
+                pass
             case w.PartWanted():
                 self._here.up.part(word, self._here.parts.get(word.rank, word.digest))
             case w.LeavesSettled():
@@ -151,6 +160,20 @@ class Hearing:
             reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
         peer.reply(reply)
 
+    def placed(self, *, local_flash: bool) -> None:
+        """It is known whether checkpoints are on disks of the nodes' own, which redundancy is for."""
+        self._here.guard.placed(local_flash=local_flash)
+        if self._here.head is not None:
+            self._here.head.protector.placed(local_flash=local_flash)
+
+    def tell_lead(self, report: w.Report) -> None:
+        """Tell the lead, which may be on this node."""
+        here = self._here
+        if here.head is not None:
+            here.head.report(here.node, report)
+        else:
+            here.send(here.lead_node, report)
+
     # -- other nodes -----------------------------------------------------------------------------------------------------
 
     def heard(self, node: int, message: Any) -> None:
@@ -193,6 +216,7 @@ class Hearing:
     def _lead_lost(self, why: CheckpointError) -> None:
         """Nobody decides any more about what is in flight here."""
         assert self._here.follower is not None
+        self._here.guard.stop()
         self._here.follower.lead_lost(why)
         if self._here.copying is not None:
             self._here.copying.stop()
@@ -249,3 +273,9 @@ class Hearing:
             here.saves.tell_again()
         if len(here.undeclared) == len(here.local_ranks):
             here.up.undeclared(here.undeclared)
+
+
+def dropped() -> CheckpointError:
+    """What the saves of an announcement fail with that not all ranks followed."""
+    text = "not all ranks could follow the announcement of this save by time"
+    return SkippedError(text, hint="it is announced again, further ahead")

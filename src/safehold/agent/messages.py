@@ -15,37 +15,9 @@ import msgspec
 from safehold._version import __version__
 from safehold.agent import chunk_messages, greeting, held_messages
 from safehold.agent.greeting import Greeting, OtherVersionError
+from safehold.agent.world import World as World
 
 PROTOCOL = 1
-
-
-class World(msgspec.Struct, frozen=True):
-    """Who takes part: filled from the exchange at start-up, the same on all ranks.
-
-    Attributes:
-        token: 128 random bits that name this start of the job.
-        world_size: Number of ranks.
-        node_of: Index of the node of each rank; nodes count from 0 in order of their lowest rank.
-        node_names: Host name of each node.
-        domains: Failure domain of each node; empty where none was told.
-    """
-
-    token: str
-    world_size: int
-    node_of: list[int]
-    node_names: list[str]
-    domains: list[str] = []
-
-    def ranks_of(self, node: int) -> list[int]:
-        """Return the ranks on a node."""
-        return [rank for rank, at in enumerate(self.node_of) if at == node]
-
-    def ranks_by_node(self) -> list[list[int]]:
-        """Return the ranks on each node; one look at all ranks, where there are thousands."""
-        found: list[list[int]] = [[] for _ in self.node_names]
-        for rank, node in enumerate(self.node_of):
-            found[node].append(rank)
-        return found
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -293,6 +265,14 @@ class Note(msgspec.Struct, tag="note", frozen=True):
     info: bool = False
 
 
+class Protected(msgspec.Struct, tag="protected", frozen=True):
+    """Notification: all nodes have made their redundancy of a checkpoint; or it stays without (`done` false), which a note explains."""
+
+    step: int
+    done: bool
+    id: int = 0
+
+
 class RestoreAsk(msgspec.Struct, tag="restore_ask", frozen=True):
     """A rank asks what to restore; the reply comes when all ranks of the node have asked for the same."""
 
@@ -374,6 +354,13 @@ class RestoreDone(msgspec.Struct, tag="restore_done", frozen=True):
     step: int
 
 
+class ProtectionAsk(msgspec.Struct, tag="protection_ask", frozen=True):
+    """A rank that leaves waits until what is committed has its redundancy, or it is clear that it gets none; at most `timeout_s`."""
+
+    id: int
+    timeout_s: float
+
+
 class Bye(msgspec.Struct, tag="bye", frozen=True):
     """An orderly end of the connection. `linger`: False asks the agent not to wait for a restart once all have left this way."""
 
@@ -413,6 +400,7 @@ Request = (
     | chunk_messages.ChunksUsed
     | chunk_messages.ReadingOver
     | RestoreDone
+    | ProtectionAsk
     | Bye
     | StatusAsk
 )
@@ -438,6 +426,7 @@ Reply = (
     | LeftOut
     | SaveFailed
     | Superseded
+    | Protected
     | Note
 )
 

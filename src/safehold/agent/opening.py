@@ -20,7 +20,7 @@ from safehold.agent.session import Session
 from safehold.agent.survival import survival_notes
 from safehold.errors import CheckpointError, ConfigurationError
 
-SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.5, 0.1, 0.35
+SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.4, 0.25, 0.3
 
 
 class Sessions(Protocol):
@@ -123,6 +123,9 @@ class Opening:
         notes = [*self._afar.notes, *value["notes"], *survival_notes(self._connection.pid)]
         if (num_nodes := len(session.world.node_names)) > 1:
             notes.append(places.note(session.local_flash, num_nodes))
+        if session.head is not None:
+            more, warned = session.head.protector.notes(local_flash=session.local_flash)
+            notes, warnings = [*notes, *more], [*warnings, *warned]
         self._connection.reply(
             m.RunOpened(
                 self._message.id,

@@ -63,6 +63,7 @@ class Restores:
         when_idle: Calls back once no save is in flight; what a save is about to commit is what a restore shall find.
         incarnation: The incarnation in force.
         clock: Time.
+        restored: Told of what all ranks have restored, once that is certain.
         in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
         fetching: Brings back from the second place what is newer there than anything usable here; None: there is none.
         planned: Told the round in which all ranks begin to read, before they are.
@@ -83,11 +84,13 @@ class Restores:
         in_doubt: Callable[[], bool] = lambda: False,
         fetching: Fetching | None = None,
         planned: Callable[[int], None] = lambda _: None,
+        restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory = memory
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
         self._when_idle, self._in_doubt, self._fetching, self._planned = when_idle, in_doubt, fetching, planned
+        self._restored = restored
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
@@ -318,10 +321,14 @@ class Restores:
         self._end()
         if commit is None or newest is None or (newest <= commit and not self._in_doubt()):
             self._answer(votes, "go", None)
+            if commit is not None:
+                self._restored(commit)
             return
 
         def rebased(incarnation: int, error: CheckpointError | None) -> None:
             self._answer(votes, "go" if error is None else "stop", error)
+            if error is None:
+                self._restored(commit)
 
         self._rebase(commit, bad, rebased)
 

@@ -144,14 +144,15 @@ class AgentServer:
         self._settling = True
         left_s = max(0.0, self._stop_at - now)
 
-        def settled() -> None:
+        def ready() -> None:
             self._has_settled = True
 
         session = self._current
         if session is None:
-            settled()
-        else:
-            session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
+            ready()
+            return
+        settled = lambda: session.guard.when_idle(ready, left_s)  # noqa: E731 - other nodes may read here, for redundancy
+        session.settle(settled, left_s, grace_s=left_s if served else SETTLE_GRACE_S)
 
     def _stop_copying(self) -> None:
         """Leave once no replication is under way, which may go on until shortly before the end of the grace."""
@@ -190,7 +191,13 @@ class AgentServer:
 
     def _in_flight(self) -> bool:
         num_open = self._current.num_open if self._current is not None else 0
-        return num_open > 0 or (self._flusher is not None and self._flusher.num_open > 0)
+        protecting = self._current is not None and self._current.guard.is_busy
+        return num_open > 0 or protecting or (self._flusher is not None and self._flusher.num_open > 0)
+
+    def _live(self) -> list[Session]:
+        """The session that owns the run here, and those that are being opened: their deadlines run."""
+        found = list(self._sessions.values())
+        return found if self._current is None or self._current in found else [*found, self._current]
 
     def _patience(self) -> float:
         now = self._clock.monotonic()
@@ -200,8 +207,7 @@ class AgentServer:
         if self._stop_at is not None:
             due.append(self._stop_at if self._settling else self._serve_until)
         due.extend(when for flusher in self._processes() if (when := flusher.next_deadline()) is not None)
-        if self._current is not None and (when := self._current.next_deadline()) is not None:
-            due.append(when)
+        due.extend(when for session in self._live() if (when := session.next_deadline()) is not None)
         return max(0.001, min(due) - self._clock.monotonic())
 
     def _tick(self) -> None:
@@ -212,8 +218,8 @@ class AgentServer:
             self._flusher.check_deadlines()
             if self._flusher.abandoned and self._flusher.reap_abandoned() and self._pool is not None:
                 self._pool.recovered()
-        if self._current is not None:
-            self._current.tick()
+        for session in self._live():
+            session.tick()
         if self._leaving:
             self._finish()
         if self._has_settled:

@@ -18,7 +18,8 @@ from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
-from safehold.agent.head import Head, specs_of
+from safehold.agent.guarding import Guard
+from safehold.agent.head import Head
 from safehold.agent.hearing import Hearing
 from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
@@ -32,6 +33,8 @@ from safehold.agent.passing_on import PassingOn
 from safehold.agent.restores import Restores
 from safehold.agent.roles import new_copying, new_follower, new_head, new_saves
 from safehold.agent.saves import NodeSaves
+from safehold.agent.serving_disk import ask_disk
+from safehold.agent.undeclared import specs_of
 from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import (
@@ -108,8 +111,10 @@ class Session:
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
         self.memory.connect()
+        tell_lead = self._hearing.tell_lead
         self.copying = new_copying(self, clock)
         self.passing = PassingOn(self, config=self.config, pool=pool, post=post, clock=clock, events=events)
+        self.guard = Guard(self.config, self.keep, flusher, tell_lead, clock)
         self.head = new_head(self, post, clock, events, means) if self.is_lead else None
         self.follower = None if self.is_lead else new_follower(self, clock)
         if self.incarnation:  # an agent before this one opened it
@@ -159,24 +164,13 @@ class Session:
             events=self._events,
             spawn=self._means.spawn,
         )
-        nodes.serve_disk(self.flusher.url, self._ask_disk)
+        nodes.serve_disk(self.flusher.url, lambda question, reply: ask_disk(self, question, reply))
         return nodes
-
-    def _ask_disk(self, question: bytes, reply: Callable[[bytes | CheckpointError], None]) -> None:
-        """Carry out what another node asks of this node's disk; a job that is over gets nothing done by anybody."""
-        if self.ended_by:
-            reply(self.superseded())
-            return
-        self.flusher.call(
-            "tier",
-            {"question": question},
-            lambda value, error: reply(value if error is None else error),
-            timeout_s=self.config.flush_timeout_s,
-        )
 
     def placed(self, *, local_flash: bool) -> None:
         """It is known how the run directory is to be used: as one, or as the union of the nodes' own disks."""
         self.local_flash = local_flash
+        self._hearing.placed(local_flash=local_flash)
         peers = None
         if local_flash and self.nodes is not None:
             from safehold.agent import joined_flash
@@ -310,6 +304,7 @@ class Session:
             return
         self.ended_by = by
         self.stop_copying()
+        self.guard.stop()
         error = self.superseded()
         if self.saves is not None:
             self.saves.end(error)
@@ -392,6 +387,8 @@ class Session:
                 | chunk_messages.ReadingOver()
             ):
                 self.passing.handle(peer, message)
+            case m.ProtectionAsk():
+                self.guard.when_idle(lambda: peer.reply(m.Done(message.id)), message.timeout_s)
             case held_messages.MemoryAsk() | held_messages.HeldAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 arena_requests.memory(self, peer, message)
@@ -466,6 +463,7 @@ class Session:
     def tick(self) -> None:
         """Let deadlines pass, and show that the agent lives."""
         self.node_control.beat()
+        self.guard.tick()
         self.up.tick()
         self.passing.tick()
 
@@ -486,6 +484,7 @@ class Session:
             "connected": sorted(self.peers),
             "world_size": self.world.world_size,
             "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
+            "protected_step": self.guard.step,
             "superseded_by": self.ended_by or None,
             "address": self.nodes.address if self.nodes is not None else None,
             "nodes": self.world.node_names,

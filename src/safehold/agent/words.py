@@ -155,6 +155,16 @@ class Came(msgspec.Struct, tag="came", frozen=True):
     """Another agent came in the place of one that died: what that one had in flight is lost."""
 
 
+class ProtectedHere(msgspec.Struct, tag="protected_here", frozen=True):
+    """A node has done what `Protect` asked for, or could not; `node` is the one of the checkpoint."""
+
+    number: int
+    node: int
+    num_bytes: int
+    seconds: float
+    error: dict[str, Any] | None = None
+
+
 # ---- words: the lead to a node ----
 
 
@@ -217,6 +227,38 @@ class Abandoned(msgspec.Struct, tag="abandoned", frozen=True):
     error: dict[str, Any]
     in_doubt: bool = False
     again: bool = False
+
+
+class Protect(msgspec.Struct, tag="protect", frozen=True):
+    """Make a node's share of the redundancy of a checkpoint, or with `rebuild` give its files back, on the node that is told.
+
+    Attributes:
+        number: Of the work, for the answer and for `ProtectionOver`.
+        commit: Step, incarnation and attempt.
+        node: Of the checkpoint.
+        redundancy: Its set, as `redundancy_calls.set_to_wire`; with `rebuild` it is found beside the checkpoint.
+        at: Where the files of the checkpoint's nodes are that are needed: their names.
+        deadline_s: For the work.
+    """
+
+    number: int
+    incarnation: int
+    commit: list[int]
+    node: int
+    rebuild: bool
+    redundancy: dict[str, Any]
+    at: dict[int, str]
+    deadline_s: float
+
+
+class ProtectionOver(msgspec.Struct, tag="protection_over", frozen=True):
+    """The work of this number is over, done or not; what is still at it gives up. `idle`: no other waits."""
+
+    number: int
+    incarnation: int
+    step: int
+    done: bool
+    idle: bool
 
 
 class PartWanted(msgspec.Struct, tag="part_wanted", frozen=True):
@@ -347,6 +389,7 @@ Report = (
     | HeldHere
     | HoldsManifest
     | Came
+    | ProtectedHere
 )
 Word = (
     SettleOld
@@ -356,6 +399,8 @@ Word = (
     | Committed
     | Abandoned
     | HoldManifest
+    | Protect
+    | ProtectionOver
     | PartWanted
     | LeavesSettled
     | Announce

@@ -13,6 +13,9 @@ import click
 from safehold.cli.output import clean, print_json, print_table, size_text, time_iso, time_text
 from safehold.cli.state import json_option
 
+STATUS_TIMEOUT_S = 1.0
+"""For the question to an agent: one that hangs is shown without the answer."""
+
 if TYPE_CHECKING:
     from safehold.host.runtime import AgentInfo
 
@@ -66,6 +69,7 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
                 **_fate(info if alive else None),
+                "protected_step": _protected_step(facts),
                 "extra": dict(info.extra) if info else {},
                 "remote": _remote(facts),
                 "memory": memory_of(facts),
@@ -76,11 +80,33 @@ def agents(show_all: bool, as_json: bool) -> None:
     elif not entries:
         click.echo("no agents", err=True)
     else:
-        print_table(
-            ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "MEMORY", "RUN", "REMOTE", "LOG"],
-            [_row(e) for e in entries],
-            right="PID AGE LIMIT OOM",
-        )
+        columns = [
+            "PID",
+            "ALIVE",
+            "STARTED",
+            "AGE",
+            "VERSION",
+            "LIMIT",
+            "OOM",
+            "GROUP",
+            "MEMORY",
+            "RUN",
+            "REMOTE",
+            "LOG",
+        ]
+        rows = [_row(entry) for entry in entries]
+        if any(entry["protected_step"] is not None for entry in entries):
+            columns.insert(-1, "PROTECTED")
+            steps = ["" if entry["protected_step"] is None else f"step {entry['protected_step']}" for entry in entries]
+            rows = [(*row[:-1], step, row[-1]) for row, step in zip(rows, steps, strict=True)]
+        print_table(columns, rows, right="PID AGE LIMIT OOM")
+
+
+def _protected_step(facts: dict[str, Any]) -> int | None:
+    """Return the last step whose redundancy on other nodes is complete, as its agent knows; None where it does not, or does not answer."""
+    session = facts.get("session")
+    step = session.get("protected_step") if isinstance(session, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _fate(info: AgentInfo | None) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def is_file(path: str) -> bool:
     }
     if directory in parsers:
         return parsers[directory](name) is not None
-    known = name == MANIFEST or node_of(name) is not None or parse_tombstone(name) is not None
+    known = name == MANIFEST or node_of(name) is not None or is_redundancy(name) or parse_tombstone(name) is not None
     return known and parse_checkpoint_dir(directory) is not None
 
 

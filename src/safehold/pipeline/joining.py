@@ -74,18 +74,26 @@ def guess_for(directory: str, holders: Mapping[int, str]) -> Callable[[str], str
 
 
 def holders(tier: JoinedTier, commit: CommitId) -> dict[int, str]:
-    """Return at which node the files are that each node of a checkpoint wrote; those without any are not in it.
+    """Return the first of `spread`."""
+    return spread(tier, commit)[0]
 
-    The seam for redundancy: what a node wrote that is missing here has to be rebuilt before it can be read.
+
+def spread(tier: JoinedTier, commit: CommitId) -> tuple[dict[int, str], set[int]]:
+    """Return at which node the files are that each node of a checkpoint wrote, those without any left out; and who has made redundancy.
+
+    Without its node record a node has nothing. What is missing here has to be given back by redundancy; see `pipeline.recovering`.
     """
+    there = tier.holders(paths.checkpoint_dir(commit))
     found: dict[int, dict[str, int]] = {}
-    for name, nodes in tier.holders(paths.checkpoint_dir(commit)).items():
-        number = paths.node_of(name)
-        if number is not None:
-            for node in nodes:
-                has = found.setdefault(number, {})
-                has[node] = has.get(node, 0) + 1 + (name == paths.node_record(number))
-    return {number: max(sorted(has), key=lambda node: has[node]) for number, has in found.items()}
+    for name in there:
+        if (number := paths.parse_node_record(name)) is not None:
+            found[number] = dict.fromkeys(there[name], 0)
+    for name, nodes in there.items():
+        has = found.get(number, {}) if (number := paths.node_of(name)) is not None else {}
+        for node in has.keys() & set(nodes):
+            has[node] += 1
+    redundant = {number for name in there if (number := paths.parse_redundancy_record(name)) is not None}
+    return {number: max(sorted(has), key=lambda node: has[node]) for number, has in found.items()}, redundant
 
 
 def not_here(manifest: Manifest, names: Iterable[str]) -> list[str]:

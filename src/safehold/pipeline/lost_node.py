@@ -23,6 +23,7 @@ from safehold.host import parity
 from safehold.pipeline.block_work import make_buffer
 from safehold.pipeline.redundancy import check_against, coefficients_of, node_record, set_of
 from safehold.pipeline.symbols import BLOCK, BadSource, Members, Symbols, read_redundancy, view_of
+from safehold.policy.placement import RedundancySet
 from safehold.policy.stripes import StreamFile
 
 MAX_TRIALS = 256
@@ -133,6 +134,11 @@ class LostNode:
     def directory(self) -> str:
         """The checkpoint's directory inside the run directory."""
         return self._view.directory
+
+    @property
+    def of(self) -> RedundancySet:
+        """The redundancy set that it is in."""
+        return self._view.of
 
     @property
     def files(self) -> tuple[StreamFile, ...]:

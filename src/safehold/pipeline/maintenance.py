@@ -222,7 +222,7 @@ def withdraw(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
 
 def abandon(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> None:
     """Delete what an attempt that was given up has written: all of it, or with `node` only that node's share."""
-    commit, node = _commit(arguments["commit"]), arguments["node"]
+    commit, node = _commit(arguments["commit"]), arguments.get("node")
     if node is None:
         sweep.discard(tier, commit)
     else:

@@ -2,8 +2,8 @@
 
 Invariants: no byte reaches a tensor before the checksum of its block was compared, here, or for memory by its agent after the last process
 that could write to it had ended; partial reads verify the blocks they touch and no more. A source that fails is replaced by the next
-(memory, or what other nodes pass on; then the tiers) for the same bytes. Reads are large and in file order; what several ranks of a node
-need goes through the page cache, so that storage is read once. Every read has a stall deadline.
+(memory, or what other nodes pass on; then the tiers; then redundancy) for the same bytes. Reads are large and in file order; what several
+ranks of a node need goes through the page cache, so that storage is read once. Every read has a stall deadline.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Reading:
         more_tiers: Where else the same checkpoint is, nearest first; asked where `tier` fails.
         passing: Whether some of it may be passed on between nodes: then no read crosses the border of a chunk.
         elsewhere: (rank, part) -> where a pack can be had, beside the memory of this node; None: on the tier.
+        redundancy: (node of the checkpoint, pack file) -> where the pack can be had if it is lost, or None.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Reading:
         verified: Collection[int] = (),
         more_tiers: Sequence[Tier] = (),
         passing: bool = False,
+        redundancy: Callable[[int, str], Source | None] = lambda node, file: None,
         progress: Callable[[int, int], None] | None = None,
         elsewhere: Callable[[int, int], Sequence[Source]] | None = None,
     ) -> None:
         self._tier, self._tiers, self._checkpoint = tier, (tier, *more_tiers), checkpoint
         self._elsewhere = elsewhere
-        self._rank, self._memory = rank, memory
+        self._rank, self._memory, self._redundancy = rank, memory, redundancy
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
         self._packs = checkpoint.packs()
@@ -378,6 +380,9 @@ class Reading:
                 else:
                     path = self._checkpoint.pack_path(rank, pack)
                     found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
+                    given = self._redundancy(self._checkpoint.plan.nodes[rank], path.rpartition("/")[2])
+                    if given is not None:
+                        found.append(given)
                 self._sources[rank, pack] = found
             return found
 

@@ -49,16 +49,19 @@ class FlashSource:
         self.verified = False
         self._tier, self._path, self._shared = tier, path, shared
         self._reader: PackReader | None = None
+        self._missing: FileNotFoundError | None = None
         self._lock = threading.Lock()
 
     def read(self, offset: int, size_bytes: int, buffer: memoryview) -> memoryview:
         """See `Source`."""
         with self._lock:
-            if self._reader is None:
+            if self._reader is None and self._missing is None:
                 try:
                     self._reader = self._tier.open_pack(self._path, direct=not self._shared)
                 except FileNotFoundError as exc:
-                    raise TornFileError("the pack is missing", path=self._path, tier=self.name) from exc
+                    self._missing = exc
+            if self._reader is None:
+                raise TornFileError("the pack is missing", path=self._path, tier=self.name) from self._missing
         target = buffer[:size_bytes]
         self._reader.read_into(offset, target)
         return target

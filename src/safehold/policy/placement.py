@@ -83,6 +83,9 @@ class RedundancySet:
         if (self.kind == "copies" and self.num_data != 1) or (self.kind == "xor" and self.num_parity != 1):
             raise ValueError(f"{self!r} is of another kind than it says")
 
+    def __str__(self) -> str:
+        return str(Scheme(kind=self.kind, num_data=self.num_data, num_parity=self.num_parity))
+
     def data_position(self, stripe: int, chunk: int) -> int:
         """Return the position in the ring of a stripe's data symbol."""
         return (stripe + self.num_parity + chunk) % len(self.members)

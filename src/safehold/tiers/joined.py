@@ -62,6 +62,11 @@ class JoinedTier:
         self._lock = threading.Lock()
         self._holders: OrderedDict[str, str] = OrderedDict()
 
+    @property
+    def guess(self) -> Callable[[str], str | None]:
+        """What is asked at which node a file is most likely."""
+        return self._guess
+
     def look_first(self, guess: Callable[[str], str | None]) -> None:
         """Ask this from now on at which node a file is most likely."""
         with self._lock:

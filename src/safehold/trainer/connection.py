@@ -19,6 +19,7 @@ import msgspec
 from safehold.agent import messages as m
 from safehold.agent.client import AgentClient
 from safehold.agent.net.addresses import way_to
+from safehold.agent.protector import scheme_of
 from safehold.agent.start import choose_slot
 from safehold.clock import new_token
 from safehold.config import Config
@@ -27,6 +28,7 @@ from safehold.host.memfd import Mapping
 from safehold.host.runtime import RunSlot
 from safehold.pipeline.exchange import Exchange, node_name
 from safehold.policy.memory_need import GENERATIONS
+from safehold.policy.placement import Scheme, place
 from safehold.tiers.base import Tier
 from safehold.tiers.open import open_tier
 from safehold.types import Membership
@@ -34,6 +36,8 @@ from safehold.types import Membership
 log = logging.getLogger("safehold")
 ANSWER_SLACK_S = 5.0
 COME_BACK_PAUSE_S = 1.0
+DOMAIN_VARIABLE = "SAFEHOLD_DOMAIN"
+"""Names what a node fails together with, larger domains first: `room-1/rack-7`."""
 OWN_SETTINGS = ("runtime_dir", "storage_interface", "network_cert", "network_key", "network_ca")
 """Settings that may differ from node to node."""
 
@@ -95,10 +99,11 @@ def open_run(
     with exchange.telling():
         rank = membership.rank
         shared = {name: value for name, value in config.to_wire().items() if name not in OWN_SETTINGS}
-        domain = os.environ.get("SAFEHOLD_DOMAIN", "")
-        facts = {"node": node_name(), "domain": domain, "url": url, "config": msgspec.msgpack.encode(shared)}
+        scheme = scheme_of(config)
+        domain = os.environ.get(DOMAIN_VARIABLE, "")
+        facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(shared), "domain": domain}
         gathered = exchange.gather("rank", facts)
-        world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership)))
+        world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership, scheme)))
         slot = _slot(exchange, world, rank, url, config)
         client = AgentClient(
             url=url,
@@ -168,7 +173,7 @@ def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
     )
 
 
-def _world(gathered: list[dict[str, Any]], membership: Membership) -> dict[str, Any]:
+def _world(gathered: list[dict[str, Any]], membership: Membership, scheme: Scheme | None) -> dict[str, Any]:
     nodes: dict[str, int] = {}
     node_of = [nodes.setdefault(entry["node"], len(nodes)) for entry in gathered]
     for rank, entry in enumerate(gathered):
@@ -179,12 +184,21 @@ def _world(gathered: list[dict[str, Any]], membership: Membership) -> dict[str, 
                     f"rank {rank} and rank 0 have different {'run directories' if what == 'url' else 'settings'}{shown}"
                 )
                 raise ConfigurationError(text, rank=rank, hint="give every rank the same arguments and environment")
+    domains = [gathered[node_of.index(node)]["domain"] for node in range(len(nodes))]
+    for rank, entry in enumerate(gathered):
+        if entry["domain"] != domains[node_of[rank]]:
+            text = f"ranks of node {entry['node']} name different failure domains: {entry['domain']!r} and {domains[node_of[rank]]!r}"
+            raise ConfigurationError(
+                text, rank=rank, hint=f"{DOMAIN_VARIABLE} is the node's, the same for all its ranks"
+            )
+    if scheme is not None:
+        place(scheme, range(len(nodes)), {node: name for node, name in enumerate(domains) if name})
     return {
         "token": new_token(),
         "world_size": membership.world_size,
         "node_of": node_of,
         "node_names": list(nodes),
-        "domains": [gathered[node_of.index(node)]["domain"] for node in range(len(nodes))],
+        "domains": domains,
     }
 
 
@@ -250,11 +264,25 @@ def open_flash(run: Run, path: str, config: Config) -> Tier:
     if not client.local_flash:
         return own
     from safehold.agent import joined_flash
+    from safehold.pipeline.recovering import RecoveringTier
 
     world = run.world
     node = world.node_of[client.rank]
     wire = joined_flash.to_wire(node=node, names=world.node_names, addresses=client.addresses, token=world.token)
-    return joined_flash.join(own, path, wire, config)
+    return RecoveringTier(joined_flash.join(own, path, wire, config))
+
+
+def leave(run: Run, config: Config, timeout_s: float, *, linger: bool) -> None:
+    """Say goodbye to the agent; in order, once the last checkpoint has its redundancy, or the time is over."""
+    client = run.client
+    try:
+        if not linger and client.local_flash and (config.copies or config.parity) and timeout_s > 0:
+            ask = m.ProtectionAsk(0, timeout_s)
+            client.request(ask, m.Done, timeout_s + ANSWER_SLACK_S, "the redundancy of the last checkpoint")
+    except CheckpointError as exc:
+        log.warning("safehold: the last checkpoint may have no redundancy: %s", exc)
+    finally:
+        client.close(linger=linger)
 
 
 def map_arena(run: Run, arena_id: int, arena_bytes: int, fds: list[int]) -> Mapping:

@@ -199,8 +199,15 @@ class SaveHandle:
 
     # -- for the saver ---------------------------------------------------------------------------------------------------
 
-    def _advance(self, state: State, *, error: CheckpointError | None = None, **figures: float) -> bool:
-        """Move forward; returns False if its fate was decided before."""
+    def _advance(
+        self,
+        state: State,
+        *,
+        error: CheckpointError | None = None,
+        before: Callable[[], None] = lambda: None,
+        **figures: float,
+    ) -> bool:
+        """Move forward, and call `before` before anybody hears of it; returns False if its fate was decided before."""
         with self._changed:
             if figures:
                 self._figures = replace(self._figures, **figures)  # type: ignore[arg-type]
@@ -210,6 +217,7 @@ class SaveHandle:
                 state = "skipped"
             if state == "durable" and self._on_durable is not None:
                 self._on_durable()
+            before()
             self._state, self._error = state, error
             self._was_staged = self._was_staged or state in ("staged", "durable")
             self._changed.notify_all()

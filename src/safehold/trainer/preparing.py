@@ -20,6 +20,8 @@ from safehold.trainer.arena import ArenaWriter
 from safehold.trainer.connection import Run
 
 log = logging.getLogger("safehold")
+ENDING = "interpreter shutdown"
+"""What Python says to who starts threads while it ends."""
 
 
 class Preparing:
@@ -86,7 +88,8 @@ class Preparing:
         except Exception as exc:
             self._error = ConfigurationError(f"preparing for saves failed: {type(exc).__name__}: {exc}")
             self._error.__cause__ = exc
-        if self._error is not None and not self._run.client.closed:
+        ends = ENDING in str(self._error)  # which needs nothing prepared
+        if self._error is not None and not ends and not self._run.client.closed:
             log.warning("safehold: preparing for saves failed: %s", self._error)
 
 

@@ -75,10 +75,13 @@ class RemoteWaits:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], SaveHandle] = {}
 
-    def follow(self, handle: SaveHandle) -> None:
-        """A save has begun; news of its copy may come before those of the save itself. One that stays in memory has no copy."""
+    def follow(self, handle: SaveHandle) -> SaveHandle:
+        """A save has begun; news of its copy may come before those of the save itself. Returns the handle.
+
+        One that stays in memory has no copy.
+        """
         if not self._config.remote or handle.tier == "memory":
-            return
+            return handle
         gone = None
         with self._lock:
             self._waiting[handle.step, handle.attempt] = handle
@@ -86,6 +89,7 @@ class RemoteWaits:
                 gone = self._waiting.pop(next(iter(self._waiting)))
         if gone is not None:
             gone._copied(SkippedError("too many saves wait for their replication to follow them all", step=gone.step))
+        return handle
 
     def failed(self, handle: SaveHandle) -> None:
         """There is nothing to replicate."""

@@ -34,6 +34,7 @@ from safehold.pipeline.apart import differing
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.direct_load import saved_index
 from safehold.pipeline.joining import guess_for
+from safehold.pipeline.recovering import RecoveringTier, RedundancySource
 from safehold.pipeline.restore import Reading, RestoreFigures
 from safehold.pipeline.storage_thread import within
 from safehold.pipeline.stored_objects import StoredObjects
@@ -62,13 +63,14 @@ class RestoreReport:
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
         source: Where they came from: `memory`, `partner` (memory of other nodes), `flash` (`remote` if it was fetched from there first),
-            `peers` (passed on by another node), joined by `+`.
+            `peers` (passed on by another node), `copy` or `parity` (of a node that was lost), joined by `+`.
         bytes_by_source: The bytes from each.
         storage_bytes: Bytes that this rank has read from storage, for itself and for others.
         node_storage_bytes: The same of all ranks of this node, where bytes are passed on between nodes; else 0.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
         tier: Where the checkpoint is: `flash`, or `memory`: on no storage.
+        replaced: Sources that failed for some bytes, which came from another.
     """
 
     step: int
@@ -82,6 +84,7 @@ class RestoreReport:
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     tier: str = "flash"
+    replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
@@ -276,6 +279,8 @@ class Restorer:
         tier: Any = held or self._tier
         if isinstance(tier, JoinedTier):
             tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
+        if isinstance(tier, RecoveringTier):
+            tier.forget()
         catalog, run_id = Catalog(tier, patience_s=5.0 if held is None else 0.0), self._run.run_id
         checkpoint = catalog.load(commit, manifest_bytes=offer.manifest, run_id=run_id, lazy=True)
         return checkpoint, StoredObjects(tier, checkpoint)  # which looks at the records, too
@@ -302,6 +307,7 @@ class Restorer:
             in_memory=in_memory,
             verified=attempt.offer.verified,
             passing=held is None and not in_memory and self._passes_on(),
+            redundancy=lambda node, file: self._redundancy(checkpoint, node, file),
             progress=progress,
             elsewhere=(lambda rank, part: held.sources(checkpoint, rank, part)) if held is not None else None,
         )
@@ -310,6 +316,11 @@ class Restorer:
         """Whether nodes read from one storage what many of them want, each a share; own disks are no such thing."""
         several = len(self._run.world.node_names) > 1
         return several and self._config.restore_pass_on != "off" and not isinstance(self._tier, JoinedTier)
+
+    def _redundancy(self, checkpoint: Checkpoint, node: int, file: str) -> RedundancySource | None:
+        if not isinstance(self._tier, RecoveringTier):
+            return None
+        return RedundancySource(self._tier, checkpoint.manifest, node, file)
 
     def _num_threads(self, *, in_memory: bool) -> int:
         """Threads that read; copies from memory are bound by cores, which the ranks of the node share."""
@@ -426,6 +437,7 @@ class Restorer:
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
             tier=attempt.offer.tier,
+            replaced=tuple(figures.replaced),
         )
 
 

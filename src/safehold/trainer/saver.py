@@ -117,6 +117,8 @@ class Saver:
                 self._take_settlement(reply)
             case m.Superseded():
                 self._superseded(reply)
+            case m.Protected():
+                self._events.emit("protect", "done" if reply.done else "failed", step=reply.step)
             case m.Note():
                 log.log(logging.INFO if reply.info else logging.WARNING, "safehold: %s", reply.text)
 
@@ -195,12 +197,12 @@ class Saver:
             )
 
     def _save_failed(self, step: int, attempt: int, error: CheckpointError, *, raised: bool = False) -> None:
-        with self._lock:
-            handle = self._open.pop((step, attempt), None)
-        if handle is not None and handle._advance("failed", error=error):
+        handle = self._open.get((step, attempt))
+        noted = lambda: self._failures.add(error, raised=raised)  # noqa: E731
+        if handle is not None and handle._advance("failed", error=error, before=noted):
             self.remote.failed(handle)
-            self._failures.add(error, raised=raised)
             self._events.emit("save", "failed", step=step, rank=self._rank, error=str(error))
+        self._open.pop((step, attempt), None)  # only now: whoever closes waits for those that are here
 
     def _take_settlement(self, reply: m.Settled) -> None:
         self._settlement = settlements.from_wire(reply.settlement)
@@ -241,8 +243,8 @@ class Saver:
         """Save; see `Checkpointer.save`."""
         started = time.perf_counter()
         attempt = self._attempts[step] = self._attempts.get(step, -1) + 1
-        handle = new_handle(step, attempt, self._config, self._next_tier(flush=options.flush or options.final))
-        self.remote.follow(handle)
+        tier = self._next_tier(flush=options.flush or options.final)
+        handle = self.remote.follow(new_handle(step, attempt, self._config, tier))
         handle._on_raised = self._failures.forget
         with self._lock:
             self._open[step, attempt] = handle

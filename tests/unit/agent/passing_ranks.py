@@ -43,6 +43,8 @@ class Ranks:
         self._asked: dict[int, int] = {}
         self._over: set[int] = set()
         self.caches: dict[int, Any] = {}
+        for session in job.sessions:
+            session.passing._beside = job.work.post  # no threads, so that the clock stands while chunks are fetched
 
     def plan(self) -> None:
         """All ask, and say what they want."""
@@ -73,7 +75,6 @@ class Ranks:
                 return
             if not any(moved):
                 self.job.tick(0.1)
-                self.job.work.run_for(0.002)
         raise AssertionError(f"still wanted: {self.wants}")
 
     def quiet(self, rank: int) -> bool:

@@ -37,6 +37,7 @@ REQUESTS = [
     chunk_messages.ChunksUsed(12, 3, [5], [5]),
     chunk_messages.ReadingOver(12, 3, True),
     m.RestoreDone(12, 10),
+    m.ProtectionAsk(13, 4.5),
     m.Bye(14, False),
     m.StatusAsk(15),
 ]
@@ -59,6 +60,7 @@ REPLIES = [
     m.Verdict(10, "stop", ERROR, 4, (["a"], ["b"], ["c"])),
     m.Status(11, {"pid": 1, "session": None}),
     m.Settled({"groups": []}),
+    m.Protected(10, True),
     m.Durable(10, 1, "flash", {"bytes": 1.0}),
     m.LeftOut(10, 1, "a newer one came"),
     m.SaveFailed(10, 1, ERROR),

@@ -285,3 +285,34 @@ def test_a_trainer_that_does_not_read_is_cut_off(agent: Agent, monkeypatch: pyte
     agent.until(lambda: list(session.peers) == [0])
     trainers[0].channel.close()
     drain.join(TIMEOUT_S)
+
+
+def test_deadlines_run_for_sessions_that_are_being_opened_too(agent: Any) -> None:
+    """What is waited for while a run is opened is waited for by a session that does not own the run yet."""
+    ticked: list[str] = []
+
+    class Other:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.peers: dict[int, Any] = {}
+
+        def tick(self) -> None:
+            ticked.append(self.name)
+
+        def next_deadline(self) -> float:
+            return 0.0
+
+    opening, current = Other("opening"), Other("current")
+    server = agent.server
+    done = threading.Event()
+
+    def work() -> None:
+        before = server._sessions, server._current
+        server._sessions, server._current = {"a": opening, "b": current}, current
+        server._tick()
+        assert server._patience() == 0.001
+        server._sessions, server._current = before
+        done.set()
+
+    server.post(work)
+    assert done.wait(5.0) and ticked == ["opening", "current"]

@@ -20,7 +20,7 @@ from safehold.agent.net.identity import Identity
 from safehold.agent.net.peers import Peers
 from safehold.agent.net.remote_tier import PIECE_BYTES, PeerTier
 from safehold.agent.net.seam import Listeners
-from safehold.agent.session import Session
+from safehold.agent.serving_disk import ask_disk
 from safehold.agent.tier_calls import TierCalls
 from safehold.config import Config
 from safehold.errors import StorageError, StorageFullError, SupersededError, TornFileError
@@ -256,10 +256,10 @@ def test_a_job_that_is_over_gets_nothing_done_on_this_disk() -> None:
     replies: list[Any] = []
     flusher = FakeFlusher({"tier": b"answer"})
     session = SimpleNamespace(ended_by=0, flusher=flusher, config=Config(), superseded=lambda: SupersededError("over"))
-    Session._ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
+    ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
     assert replies == [b"answer"] and flusher.log == [("tier", {"question": b"question"})]
     session.ended_by = 2
-    Session._ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
+    ask_disk(session, b"question", replies.append)  # type: ignore[arg-type]
     assert isinstance(replies[1], SupersededError) and len(flusher.log) == 1
 
 

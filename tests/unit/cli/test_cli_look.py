@@ -262,6 +262,31 @@ def test_agents(safehold, tmp_path):
         assert head.split()[-6:] == ["LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"] and entry["control_group"] in row
 
 
+def test_agents_show_the_last_protected_step(safehold, tmp_path, monkeypatch):
+    from safehold.agent import start
+    from safehold.errors import AgentUnavailableError
+    from safehold.host import runtime
+
+    slot = runtime.open_slot(tmp_path / "run")
+    slot.write_info(runtime.AgentInfo(pid=1234, start_ticks=1, version="9.9", run="run", started_s=1.7e9))
+    answers = [{"session": {"protected_step": 40}}, {"session": None}, AgentUnavailableError("it does not answer")]
+
+    def ask(*_):
+        found = answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(start, "ask_status", ask)
+    with slot.lock():
+        assert safehold("agents", "--json").json[0]["protected_step"] == 40
+        assert "PROTECTED" in safehold("agents").out and "step 40" in safehold("agents").out
+        for _ in range(2):
+            del answers[0]
+            assert safehold("agents", "--json").json[0]["protected_step"] is None
+            assert "PROTECTED" not in safehold("agents").out
+
+
 def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):
     run.save(10)
     done = safehold("show", run.root, 11)

@@ -137,6 +137,7 @@ def test_which_paths_are_files_of_a_run() -> None:
     ours = [paths.RUN_JSON, paths.incarnation(4), paths.plan("a" * 64), paths.quarantine(commit), paths.pin(10)]
     ours += [paths.lease(10, "0a" * 16), paths.replication(commit, 2)]
     names = [paths.MANIFEST, paths.tombstone(4), paths.pack(0, 1, 0), paths.node_record(0), paths.node_objects(0)]
+    names += [paths.redundancy_record(3), paths.redundancy_share(3, 1)]
     for path in (*ours, *(f"{directory}/{name}" for name in names)):
         assert paths.is_file(path), path
     strange = [

@@ -14,8 +14,10 @@ from small_training import steps_in
 
 import safehold
 from safehold.agent import messages as m
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, StorageError
+from safehold.config import Config
+from safehold.errors import CheckpointError, CommitError, ConfigurationError, DeadlineError, StorageError
 from safehold.policy import settlement
+from safehold.trainer.failures import Failures
 from safehold.trainer.handles import SaveHandle, wait_all
 
 Make = Callable[..., safehold.Checkpointer]
@@ -181,3 +183,19 @@ def test_a_save_that_was_interrupted_keeps_no_other_out(make: Make) -> None:
             ckpt.save(1, {"w": torch.zeros(3), "inside": SavesInside(interrupt)})
         ckpt.save(2, {"w": torch.zeros(3)}).wait()
         assert steps_in(ckpt) == [2]
+
+
+def test_a_failure_is_noted_before_anybody_who_waits_for_the_save_wakes_up() -> None:
+    """Else `close` could pass between the two, and say nothing."""
+    seen: list[tuple[str, int]] = []
+    failures = Failures(Config())
+    handle = SaveHandle(3, 0, flush_timeout_s=1.0)
+    error = CommitError("lost", step=3)
+
+    def noted() -> None:
+        failures.add(error)
+        seen.append((handle.state, failures.num_failed))
+
+    assert handle._advance("failed", error=error, before=noted)
+    assert not handle._advance("failed", error=error, before=noted), "once"
+    assert seen == [("staging", 1)] and handle.state == "failed"
