@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,8 @@ FAST = {"peer_timeout_s": 2.0, "stall_timeout_s": 10.0}
 
 
 @pytest.fixture
-def hosts(host_zygote, tmp_path: Path) -> Iterator[Hosts]:
-    with hosts_or_skip(4, host_zygote, tmp_path) as found:
-        yield found
+def hosts(four_hosts: Hosts) -> Hosts:
+    return four_hosts
 
 
 def train(hosts: Hosts, *more: str, ranks: int = 1, on: list[int] | None = None, **settings: object) -> Job:
@@ -62,7 +61,7 @@ def until_protected(job: Job, hosts: Sequence[Host], step: int) -> None:
 @pytest.fixture(scope="module")
 def unbroken(host_zygote, tmp_path_factory) -> str:
     """What all runs of four ranks must come to."""
-    with hosts_or_skip(4, host_zygote, tmp_path_factory.mktemp("unbroken")) as hosts, train(hosts) as job:
+    with Hosts(4, root=tmp_path_factory.mktemp("unbroken") / "hosts", zygote=host_zygote) as hosts, train(hosts) as job:
         found = finals(ended(job))
     assert len(found) == 1
     return found.pop()

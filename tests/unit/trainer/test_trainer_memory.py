@@ -188,5 +188,5 @@ def test_failure_domains_travel_with_the_world() -> None:
         {"node": node, "domain": domain, "url": "u", "config": b""}
         for node, domain in [("a", "r1"), ("b", ""), ("a", "r1")]
     ]
-    world = _world(entries, Membership(rank=0, world_size=3, store=None))
+    world = _world(entries, Membership(rank=0, world_size=3, store=None), None)
     assert (world["node_of"], world["domains"]) == ([0, 1, 0], ["r1", ""])
