@@ -1,8 +1,8 @@
 """How the documents of a checkpoint go from the lead's node to all others in a restore: down a tree of nodes. Decisions only.
 
 Invariants: the root is the lead's node; a node has at most `DEGREE` children, so none gives away more than `DEGREE` times what there is;
-all nodes see the same tree, without a word. Where each step waits for the one before, 4 is as fast as 2, and the last of 1,024 nodes is 5 steps
-away instead of 10.
+all nodes see the same tree, without a word. Where each step waits for the one before, 4 is as fast as 2, and the last of 1,024 nodes is
+5 steps away, not 10.
 """
 
 from __future__ import annotations
