@@ -5,6 +5,7 @@
 The agents' code is the real one, in the simulated world of `safehold.testing.world`: messages and bytes are those that real agents send,
 CPU seconds are measured on this machine, and latencies are virtual time (network 0.2 to 3 ms a message, storage 0.5 to 10 ms a call,
 staging 20 to 200 ms, writing 0.1 to 1 s: what is left beside those is waiting for the slowest). Messages and bytes are the same for a seed.
+Given is what a node gives away in bulk (documents of a restore): the lead, and who gives most. Storage is what all have read of documents.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Row:
     kbytes: float = 0.0
     lead_messages: float = 0.0
     lead_kbytes: float = 0.0
+    lead_given_kbytes: float = 0.0
+    most_given_kbytes: float = 0.0
+    storage_kbytes: float = 0.0
     latency_s: float = 0.0
     lead_cpu_s: float = 0.0
     planning_cpu_s: float = 0.0
@@ -46,12 +50,16 @@ class Meter:
         world, job = self._world, self._world.job
         assert job is not None
         counts, lead = world.fabric.counts, (job.wire.token, job.machines[0].name)
+        given = [counts["given_bytes", (job.wire.token, machine.name)] / 1e3 for machine in job.machines]
         agents = job.machines[0].agents
         return [
             counts["messages", None],
             counts["bytes", None] / 1e3,
             counts["messages", lead],
             counts["bytes", lead] / 1e3,
+            given[0],
+            max(given),
+            world.storage.read_bytes / 1e3,
             world.timeline.now,
             sum(agent.busy_s for agent in agents),
             sum(agent.planning_s for agent in agents),
@@ -70,9 +78,16 @@ def reach(world: World, condition: Callable[[], bool], limit_s: float = 600.0) -
         raise SystemExit(f"not reached within {limit_s:g} virtual seconds")
 
 
-def measure(nodes: int, ranks_per_node: int, seed: int, saves: int) -> list[Row]:
+def measure(nodes: int, ranks_per_node: int, seed: int, saves: int, *, alone: bool) -> list[Row]:
     """Start a job, save, start it again, restore."""
-    setting = Setting(num_nodes=nodes, ranks_per_node=ranks_per_node, every_steps=20, interleaved=False, relayout=0.0)
+    setting = Setting(
+        num_nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        every_steps=20,
+        interleaved=False,
+        relayout=0.0,
+        config={"restore_pass_on": "off"} if alone else {},
+    )
     rows: list[Row] = []
     with World(setting, seed=seed, measures=True) as world:
         job = world.start_job()
@@ -108,12 +123,13 @@ def main() -> None:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--saves", type=int, default=3, help="saves after the first")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="restores without passing on: restore_pass_on='off'")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
     for nodes in options.nodes:
         begun = time.perf_counter()
-        rows += measure(nodes, options.ranks_per_node, options.seed, options.saves)
+        rows += measure(nodes, options.ranks_per_node, options.seed, options.saves, alone=options.alone)
         print(f"{nodes} nodes: {time.perf_counter() - begun:.1f} s", file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))

@@ -58,6 +58,7 @@ def main() -> None:
                 "bytes": report.bytes_by_source,
                 "storage": report.storage_bytes,
                 "node": report.node_storage_bytes,
+                "documents": report.documents,
                 "seconds": report.seconds,
                 "all_s": time.monotonic() - begun,
             }

@@ -54,6 +54,16 @@ def facts(found: Job, num_ranks: int) -> list[dict[str, Any]]:
     return [json.loads(text) for text in texts]
 
 
+def sources(hosts: Hosts) -> list[str]:
+    """Where each host's agent had the documents from, as its log tells; the log is emptied."""
+    found = []
+    for host in hosts:
+        for log in host.runtime.rglob("agent.log"):
+            found += re.findall(r"documents note:.* source (node host-\d|storage)", log.read_text())
+            log.write_text("")
+    return sorted(found)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_all_hosts_want_is_read_from_storage_once(four_hosts: Hosts, ranks: int) -> None:
     wanted = saved(four_hosts, ranks=ranks)
@@ -64,6 +74,8 @@ def test_what_all_hosts_want_is_read_from_storage_once(four_hosts: Hosts, ranks:
     size = MIB << 20
     assert all(sum(entry["bytes"].values()) >= size for entry in told)
     assert sum(entry["storage"] for entry in told) < 1.2 * size
+    assert {entry["documents"] for entry in told} == {"agent"}, found.tail()
+    assert sources(four_hosts) == ["node host-0"] * 3 + ["storage"]
     nodes = [told[ranks * node]["node"] for node in range(4)]
     assert sum(nodes) == sum(entry["storage"] for entry in told) and max(nodes) < 0.4 * size
     without_memory(four_hosts)
@@ -72,6 +84,7 @@ def test_what_all_hosts_want_is_read_from_storage_once(four_hosts: Hosts, ranks:
     told = facts(found, 4 * ranks)
     assert hashes(found) == {wanted} and {entry["source"] for entry in told} == {"flash"}
     assert sum(entry["storage"] for entry in told) >= 4 * ranks * size
+    assert {entry["documents"] for entry in told} == {"storage"} and not sources(four_hosts)
 
 
 def slow(hosts: Hosts, mib_s: float) -> list[str]:

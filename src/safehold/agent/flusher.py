@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from safehold.agent import places
+from safehold.agent.document_calls import DocumentCalls
 from safehold.agent.event_log import EventLog
 from safehold.agent.plugins import install_listener
 from safehold.agent.tier_calls import TierCalls
@@ -75,12 +76,14 @@ class FlusherProcess:
             "flush": lambda arguments, fds: self._flush(arguments, fds, self._open()),
             "hold": lambda arguments, fds: self._flush(arguments, fds, Nowhere()),
             "check_memory": self._check_memory,
+            "documents": self._put_documents,
             "retire": self._observing(maintenance.retire),
             "sweep": self._observing(maintenance.sweep_debris),
             "tier": lambda arguments, fds: self._calls.answer(self._open(), arguments["question"]),
             "place": lambda arguments, fds: places.carry_out(self._open(), arguments),
         }
         self._redundancy_calls: Any = None
+        self._documents = DocumentCalls()
 
     def serve(self) -> None:
         """Take calls until the agent's end closes."""
@@ -161,6 +164,8 @@ class FlusherProcess:
 
                 with closing(RecoveringTier(tier)) as recovering:
                     return maintenance.find(recovering, self._config, arguments, self.events)
+            if operation == "find" and "share_from_bytes" in arguments:
+                return self._documents.find(tier, self._config, arguments, self.events)
         return maintenance.OPERATIONS[operation](tier, self._config, arguments, self.events)
 
     def _answer(self, number: int, value: Any, error: CheckpointError | None) -> None:
@@ -269,6 +274,14 @@ class FlusherProcess:
         if arguments.get("block_crcs") is not None:  # of a checkpoint that is on no storage
             return packs_match(arguments["block_crcs"], packs, mapping.view)
         return arena_matches(self._open(), CommitId(*arguments["commit"]), arguments["rank"], packs, mapping.view)
+
+    def _put_documents(self, arguments: dict[str, Any], fds: list[int]) -> None:
+        self._put(fds[0], self._documents.bundle(self._open(), self._config, arguments))
+
+    def _put(self, fd: int, data: bytes) -> None:
+        """Fill memory of the agent from its beginning."""
+        with Mapping(fd, len(data)) as mapping:
+            mapping.view[:] = data
 
     def _observing(self, operation: Callable[..., Any]) -> Callable[[dict[str, Any], list[int]], Any]:
         return lambda arguments, _: operation(self._open_all(), self._config, arguments, self.events, self._observer)

@@ -16,6 +16,7 @@ from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
 from safehold.agent.dealing import Dealing
+from safehold.agent.documents import share_from_bytes
 from safehold.agent.fetching import Fetching
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.here import Here
@@ -130,6 +131,8 @@ class Head:
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
             planned=lambda number: self._dealing.deal(number),
             restored=self.protector.restored,
+            shares=lambda: share_from_bytes(config, world, local_flash=here.local_flash),
+            offering=lambda offer: here.passing.documents.offered(offer),
         )
 
     def _new_protector(self) -> Protector:

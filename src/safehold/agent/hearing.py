@@ -150,6 +150,8 @@ class Hearing:
     def _to_rank(self, word: w.ToRank) -> None:
         assert self._here.follower is not None
         for peer, reply in self._here.follower.answered(word):
+            if isinstance(reply, m.RestoreOffer):
+                self._here.passing.documents.offered(reply)
             self._answer(peer, reply)
 
     def _answer(self, peer: Peer, reply: Any) -> None:
@@ -182,7 +184,7 @@ class Hearing:
         Raises:
             msgspec.DecodeError: It makes no sense from there.
         """
-        if isinstance(message, w.Chunks):
+        if isinstance(message, w.Chunks | w.DocumentsTold):
             self._here.passing.heard(node, message)
         elif isinstance(message, w.CopyNeeds):
             self._here.memory.ward_needs(node, message.size_bytes)

@@ -7,6 +7,7 @@ from typing import Protocol
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.memory_node import NodeMemory
+from safehold.agent.passing_on import PassingOn
 from safehold.types import CommitId
 
 
@@ -19,6 +20,8 @@ class Here(Protocol):
     incarnation: int
     ended_by: int
     memory: NodeMemory
+    local_flash: bool
+    passing: PassingOn
 
     def hear(self, word: w.Word) -> None:
         """Take a word of the lead."""

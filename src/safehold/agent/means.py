@@ -1,4 +1,4 @@
-"""What an agent takes from its host besides time: threads for what is slow, and control words. A simulation hands in its own."""
+"""What an agent takes from its host besides time: threads for what is slow, memory, control words. A simulation hands in its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from safehold.agent.shared_memory import Memory, SharedMemory
 from safehold.host.control import NodeControl, RankControl
 
 Spawn = Callable[[str, Callable[[], None]], None]
@@ -26,14 +27,16 @@ class Means:
     """See the module.
 
     Attributes:
-        spawn: For planning, populating arenas, and closing networks.
+        spawn: For planning, populating arenas, fetching documents, and closing networks.
         rank_control: Makes the control words of a rank.
         node_control: Makes those of a node.
+        memory: Makes memory of (size, name) that is not an arena.
     """
 
     spawn: Spawn = in_thread
     rank_control: Callable[[], RankControl] = RankControl.create
     node_control: Callable[[], NodeControl] = NodeControl.create
+    memory: Callable[[int, str], Memory] = SharedMemory
 
 
 REAL = Means()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import chunk_messages, greeting, held_messages
+from safehold.agent import chunk_messages, document_messages, greeting, held_messages
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.world import World as World
 
@@ -285,7 +285,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
 
     Attributes:
         incarnation: With `step` and `attempt` the commit, and so the checkpoint's directory inside the run directory.
-        manifest: The manifest's bytes; no rank reads them from storage.
+        manifest: The manifest's bytes; no rank reads them from storage. Empty where there are `documents`.
         memory: Ranks whose arenas on this node still hold exactly this checkpoint.
         skipped: Sentences about newer checkpoints that could not be used.
         round: Of the restore; votes name it.
@@ -294,6 +294,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         fetched: It was brought back from the second place for this restore.
         tier: Where it is: `flash`, or `memory`: on no storage.
         in_memory_of: With `memory`: node of the save -> nodes that have its share; -1 -> those that have the plan.
+        documents: Size and digest of all documents in one piece, the manifest among them, which each agent hands out (`document_messages`).
     """
 
     id: int
@@ -309,6 +310,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     fetched: bool = False
     tier: str = "flash"
     in_memory_of: dict[int, list[int]] = {}
+    documents: tuple[int, str] | None = None
 
 
 class Vote(msgspec.Struct, tag="vote", frozen=True):
@@ -399,6 +401,8 @@ Request = (
     | chunk_messages.ChunksAsk
     | chunk_messages.ChunksUsed
     | chunk_messages.ReadingOver
+    | document_messages.DocumentsAsk
+    | document_messages.DocumentsOver
     | RestoreDone
     | ProtectionAsk
     | Bye
@@ -419,6 +423,7 @@ Reply = (
     | chunk_messages.Cache
     | chunk_messages.ChunksToRead
     | chunk_messages.NodeRead
+    | document_messages.Documents
     | Verdict
     | Status
     | Settled

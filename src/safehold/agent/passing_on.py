@@ -1,4 +1,4 @@
-"""A session's part in passing chunks on between nodes in a restore: what its ranks want, the passage of a round, and the way to neighbours.
+"""A session's part in passing on between nodes in a restore: documents, what its ranks want, the passage of a round, the way to neighbours.
 
 Invariants: used from the dispatcher thread only, but for `provide`, which threads of the network call, and for the few threads that fetch;
 nothing here waits. At most one passage exists; its memory is lent by the pool of arenas, and goes back when the first rank knows that all
@@ -15,14 +15,14 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from safehold.agent import chunk_messages
+from safehold.agent import chunk_messages, document_messages, documents
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.chunk_cache import ChunkCache, size_bytes
+from safehold.agent.means import REAL, Means
 from safehold.agent.net.seam import Source
 from safehold.agent.node_save import Peer
-from safehold.agent.nodes import Nodes
 from safehold.agent.passage import NUM_FETCHES, Passage
 from safehold.clock import Clock
 from safehold.config import Config
@@ -38,20 +38,11 @@ PATIENCE_SHARE = 0.25
 Post = Callable[[Callable[[], None]], None]
 
 
-class Here(Protocol):
+class Here(documents.Here, Protocol):
     """The session, as this room needs it."""
-
-    node: int
-    local_ranks: list[int]
-    world: m.World
-    nodes: Nodes | None
 
     def report(self, report: w.Report) -> None:
         """Tell the lead, which may be here."""
-        ...
-
-    def send(self, node: int, message: msgspec.Struct) -> None:
-        """Tell another node, if it can be reached."""
         ...
 
 
@@ -64,6 +55,7 @@ class PassingOn:
         pool: Lends memory.
         post: Runs a function in the dispatcher.
         beside: Runs a function in one of a few threads; None: in threads of its own.
+        means: Threads and memory for documents.
     """
 
     def __init__(
@@ -76,6 +68,7 @@ class PassingOn:
         clock: Clock,
         events: EventStream,
         beside: Callable[[Callable[[], None]], None] | None = None,
+        means: Means = REAL,
     ) -> None:
         self._here, self._config, self._pool, self._post = here, config, pool, post
         self._clock, self._events = clock, events
@@ -91,6 +84,16 @@ class PassingOn:
         self._given: set[int] = set()
         self._groups: list[tuple[list[int], bytes]] = []
         self._early: list[tuple[int, w.Chunks]] = []
+        self.documents = documents.NodeDocuments(
+            here,
+            config=config,
+            pool=pool,
+            post=post,
+            clock=clock,
+            events=events,
+            means=means,
+            patience_s=self.patience_s,
+        )
         if here.nodes is not None:
             here.nodes.network.provide(KIND, self.provide)
 
@@ -141,6 +144,8 @@ class PassingOn:
                 if (message.done or not self._given) and self._at(message.round) is not None:
                     self._drop()
                 peer.reply(chunk_messages.NodeRead(message.id, sum(self._read_bytes.values())))
+            case document_messages.DocumentsAsk() | document_messages.DocumentsOver():
+                self.documents.handle(peer, message)
 
     def _at(self, number: int) -> Passage | None:
         return self._passage if self._passage is not None and self._passage.number == number else None
@@ -158,6 +163,7 @@ class PassingOn:
     def rank_gone(self, rank: int) -> None:
         """A rank's connection ended."""
         self._wants.pop(rank, None)
+        self.documents.rank_gone(rank)
         if self._passage is not None:
             self._passage.rank_gone(rank)
             if rank in self._given:
@@ -233,9 +239,11 @@ class PassingOn:
             if node != self._here.node:
                 self._here.send(node, w.Chunks(number, failed=chunks))
 
-    def heard(self, node: int, message: w.Chunks) -> None:
-        """A neighbour told something of its chunks; it may have heard the lead before us."""
-        if (passage := self._at(message.round)) is not None:
+    def heard(self, node: int, message: w.Chunks | w.DocumentsTold) -> None:
+        """A neighbour told something of its chunks, or of the documents; it may have heard the lead before us."""
+        if isinstance(message, w.DocumentsTold):
+            self.documents.heard(node, message)
+        elif (passage := self._at(message.round)) is not None:
             passage.heard(node, message)
         elif message.round >= self._round:
             self._early = [entry for entry in self._early if entry[1].round == message.round][-policy.MAX_NODES * 8 :]
@@ -243,6 +251,7 @@ class PassingOn:
 
     def node_lost(self, node: int) -> None:
         """A node cannot be reached."""
+        self.documents.node_lost(node)
         if self._passage is not None:
             self._passage.lose(node, "cannot be reached")
             self._passage.go_on()
@@ -278,10 +287,12 @@ class PassingOn:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        return self._passage.next_deadline() if self._passage is not None else None
+        due = [self.documents.next_deadline(), self._passage.next_deadline() if self._passage is not None else None]
+        return min((when for when in due if when is not None), default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
+        self.documents.tick()
         if self._passage is not None:
             self._passage.tick()
 
@@ -301,6 +312,7 @@ class PassingOn:
 
     def close(self) -> None:
         """Stop."""
+        self.documents.close()
         self._drop()
         if self._threads is not None:
             self._threads.close()

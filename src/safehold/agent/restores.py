@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from safehold.agent.fetching import Brought, Fetching
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.memory_lead import MemoryLead
@@ -67,6 +69,8 @@ class Restores:
         in_doubt: Whether a `rebase` before may have been carried out although it failed, so that one more is due.
         fetching: Brings back from the second place what is newer there than anything usable here; None: there is none.
         planned: Told the round in which all ranks begin to read, before they are.
+        shares: From which size on the documents of a checkpoint are handed out by the agents; None: ranks read them.
+        offering: Told what is offered, before the ranks are.
     """
 
     def __init__(
@@ -85,12 +89,14 @@ class Restores:
         fetching: Fetching | None = None,
         planned: Callable[[int], None] = lambda _: None,
         restored: Callable[[CommitId], None] = lambda commit: None,
+        shares: Callable[[], int | None] = lambda: None,
+        offering: Callable[[RestoreOffer], None] = lambda _: None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
         self._memory = memory
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
         self._when_idle, self._in_doubt, self._fetching, self._planned = when_idle, in_doubt, fetching, planned
-        self._restored = restored
+        self._restored, self._shares, self._offering = restored, shares, offering
         self._round: _Round | None = None
         self._count = 0
         self._gone: set[int] = set()
@@ -205,6 +211,8 @@ class Restores:
             self._fetched.add(brought.commit)
             self._bad = [commit for commit in self._bad if commit != brought.commit]  # it was mended
         arguments = {"step": current.step, "exclude": [_wire(commit) for commit in self._bad]}
+        if (least := self._shares()) is not None:
+            arguments["share_from_bytes"] = least
 
         def looked(value: Any, error: CheckpointError | None) -> None:
             if self._round is current and self._memory is not None:
@@ -247,24 +255,27 @@ class Restores:
         held = self._memory_of(commit)
         memory = sorted(arena.rank for arena in held)
         verified = sorted(arena.rank for arena in held if arena.verified)
+        tier = value.get("tier", "flash")
+        documents = value.get("documents") if tier == "flash" else None
+        offer = RestoreOffer(
+            0,
+            commit.step,
+            commit.incarnation,
+            commit.attempt,
+            value["manifest"] if documents is None else b"",
+            memory,
+            skipped,
+            current.number,
+            verified,
+            value.get("holders", {}),
+            commit in self._fetched,
+            tier,
+            value.get("in_memory_of", {}),
+            None if documents is None else (documents[0], documents[1]),
+        )
+        self._offering(offer)
         for peer, ask in current.asked.values():
-            peer.reply(
-                RestoreOffer(
-                    ask.id,
-                    commit.step,
-                    commit.incarnation,
-                    commit.attempt,
-                    value["manifest"],
-                    memory,
-                    skipped,
-                    current.number,
-                    verified,
-                    value.get("holders", {}),
-                    commit in self._fetched,
-                    value.get("tier", "flash"),
-                    value.get("in_memory_of", {}),
-                )
-            )
+            peer.reply(msgspec.structs.replace(offer, id=ask.id))
         current.asked = {}
 
     def _decide(self, current: _Round, phase: str) -> None:

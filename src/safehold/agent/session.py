@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import arena_requests, chunk_messages, held_messages
+from safehold.agent import arena_requests, chunk_messages, document_messages, held_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
@@ -113,7 +113,9 @@ class Session:
         self.memory.connect()
         tell_lead = self._hearing.tell_lead
         self.copying = new_copying(self, clock)
-        self.passing = PassingOn(self, config=self.config, pool=pool, post=post, clock=clock, events=events)
+        self.passing = PassingOn(
+            self, config=self.config, pool=pool, post=post, clock=clock, events=events, means=means
+        )
         self.guard = Guard(self.config, self.keep, flusher, tell_lead, clock)
         self.head = new_head(self, post, clock, events, means) if self.is_lead else None
         self.follower = None if self.is_lead else new_follower(self, clock)
@@ -385,6 +387,8 @@ class Session:
                 | chunk_messages.ChunksAsk()
                 | chunk_messages.ChunksUsed()
                 | chunk_messages.ReadingOver()
+                | document_messages.DocumentsAsk()
+                | document_messages.DocumentsOver()
             ):
                 self.passing.handle(peer, message)
             case m.ProtectionAsk():

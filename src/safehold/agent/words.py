@@ -367,6 +367,13 @@ class Chunks(msgspec.Struct, tag="chunks", frozen=True):
     taken: list[int] = []
 
 
+class DocumentsTold(msgspec.Struct, tag="documents_told", frozen=True):
+    """A node tells those below it in a restore that it has the documents with this digest, or will not have them."""
+
+    digest: str
+    here: bool
+
+
 class CopyNeeds(msgspec.Struct, tag="copy_needs", frozen=True):
     """To a partner: how many bytes a copy of this node's share takes."""
 
@@ -430,8 +437,8 @@ def _from_wire(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_messages: msgspec.msgpack.Decoder[Report | Word | Chunks | CopyNeeds] = msgspec.msgpack.Decoder(
-    Report | Word | Chunks | CopyNeeds
+_messages: msgspec.msgpack.Decoder[Report | Word | Chunks | CopyNeeds | DocumentsTold] = msgspec.msgpack.Decoder(
+    Report | Word | Chunks | CopyNeeds | DocumentsTold
 )
 
 
@@ -440,7 +447,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Report | Word | Chunks | CopyNeeds:
+def decode(data: bytes) -> Report | Word | Chunks | CopyNeeds | DocumentsTold:
     """Return a message of another agent.
 
     Raises:

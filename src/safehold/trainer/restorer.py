@@ -45,6 +45,7 @@ from safehold.tiers.base import Tier
 from safehold.tiers.joined import JoinedTier
 from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
+from safehold.trainer.documents import HandedOut
 from safehold.trainer.held_tier import HeldTier
 from safehold.trainer.passing import Passing
 from safehold.types import CommitId
@@ -71,6 +72,7 @@ class RestoreReport:
         skipped: Newer checkpoints that could not be used, and why.
         tier: Where the checkpoint is: `flash`, or `memory`: on no storage.
         replaced: Sources that failed for some bytes, which came from another.
+        documents: Where manifest, plan, records and objects came from: `agent`, which handed them out; `storage`; or `memory` of the nodes.
     """
 
     step: int
@@ -85,6 +87,7 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
     tier: str = "flash"
     replaced: tuple[str, ...] = ()
+    documents: str = "storage"
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
@@ -100,6 +103,8 @@ class _Attempt:
     touched: bool = False
     unused: list[str] = field(default_factory=list)
     held: HeldTier | None = None
+    handed_out: HandedOut | None = None
+    documents: str = "storage"
     memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     passing: Passing | None = None
@@ -177,6 +182,8 @@ class Restorer:
                     exc.add_note("safehold: the state was partly overwritten")
                 raise
             finally:
+                if attempt.handed_out is not None:
+                    attempt.handed_out.end(done=False)
                 if attempt.passing is not None:
                     attempt.passing.end(done=False)
                 for mapping, views in attempt.memory.values():
@@ -208,7 +215,10 @@ class Restorer:
             num_chunks=num_chunks,
             wants=passing_on.encode(chunks, num_chunks) if chunks else b"",
         )
-        if not self._goes_on(self._vote(vote), attempt.unused):
+        verdict = self._vote(vote)
+        if attempt.handed_out is not None:
+            attempt.handed_out.end(done=True)
+        if not self._goes_on(verdict, attempt.unused):
             return None
         if chunks:
             self._pass_on(attempt, reading)
@@ -242,11 +252,13 @@ class Restorer:
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
         if offer.tier == "memory":
             attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of)
+        if offer.documents is not None:
+            attempt.handed_out = HandedOut(self._run.client, self._config, offer)
         with self._events.span("documents", step=offer.step, rank=self._rank):
             checkpoint, stored = within(
                 self._config.stall_timeout_s,
                 "reading the documents of a checkpoint",
-                lambda: self._documents(commit, offer, attempt.held),
+                lambda: self._documents(commit, attempt),
                 path=attempt.held.url if attempt.held is not None else self._tier.url,
             )
         with collector.paused(), self._events.span("bind", step=offer.step, rank=self._rank):
@@ -273,16 +285,31 @@ class Restorer:
         attempt.passing = Passing(self._run.client, self._config, self._run.world.node_names, attempt.offer.round)
         attempt.passing.begin(reading, self._tier, attempt.checkpoint)
 
-    def _documents(
-        self, commit: CommitId, offer: m.RestoreOffer, held: HeldTier | None
-    ) -> tuple[Checkpoint, StoredObjects]:
-        tier: Any = held or self._tier
+    def _documents(self, commit: CommitId, attempt: _Attempt) -> tuple[Checkpoint, StoredObjects]:
+        tier: Any = attempt.held or self._tier
+        if attempt.held is not None:
+            attempt.documents = "memory"
         if isinstance(tier, JoinedTier):
-            tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
+            tier.look_first(guess_for(paths.checkpoint_dir(commit), attempt.offer.holders))
         if isinstance(tier, RecoveringTier):
             tier.forget()
-        catalog, run_id = Catalog(tier, patience_s=5.0 if held is None else 0.0), self._run.run_id
-        checkpoint = catalog.load(commit, manifest_bytes=offer.manifest, run_id=run_id, lazy=True)
+        if (bundled := attempt.handed_out.over(tier) if attempt.handed_out is not None else None) is not None:
+            try:
+                found = self._load(commit, bundled, None, patience_s=5.0)
+                attempt.documents = "agent"
+                return found
+            except CheckpointError as exc:  # what is on storage decides
+                log.warning(
+                    "safehold: the documents that the agent handed out cannot be used, storage is read: %s", exc
+                )
+        patience_s = 5.0 if attempt.held is None else 0.0
+        return self._load(commit, tier, attempt.offer.manifest or None, patience_s=patience_s)
+
+    def _load(
+        self, commit: CommitId, tier: Tier, manifest: bytes | None, *, patience_s: float
+    ) -> tuple[Checkpoint, StoredObjects]:
+        catalog, run_id = Catalog(tier, patience_s=patience_s), self._run.run_id
+        checkpoint = catalog.load(commit, manifest_bytes=manifest, run_id=run_id, lazy=True)
         return checkpoint, StoredObjects(tier, checkpoint)  # which looks at the records, too
 
     def _reading(
@@ -438,6 +465,7 @@ class Restorer:
             skipped=tuple(attempt.offer.skipped),
             tier=attempt.offer.tier,
             replaced=tuple(figures.replaced),
+            documents=attempt.documents,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from safehold.agent import held_messages
+from safehold.agent import document_messages, held_messages
 from safehold.agent import messages as m
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.session import Session
@@ -52,6 +52,7 @@ class FakeFlusher:
         self.forgotten: list[int] = []
         self.abandoned: list[Any] = []
         self.may_still_run = self.lost = False
+        self.last_fds: tuple[int, ...] = ()
         self.replaced = 0
         self.pid = None
         self.configured: list[dict[str, Any]] = []
@@ -67,6 +68,7 @@ class FakeFlusher:
         for fd in fds:
             os.fstat(fd)
         self.log.append((operation, arguments))
+        self.last_fds = tuple(fds)
         if operation in self.at_once:
             answer = self.at_once[operation]
             answer = answer(arguments) if callable(answer) else answer
@@ -126,6 +128,8 @@ class FakePeer:
         assert m.decode_reply(m.encode(message)) == message
         if isinstance(message, held_messages.MemorySource | held_messages.HeldBytes):
             self.taken[message.id] = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
+        if isinstance(message, document_messages.Documents) and fds:
+            self.taken[message.id] = os.pread(fds[0], message.size_bytes, 0)
         self.replies.append(message)
 
     def refuse(self, request: int, error: CheckpointError) -> None:

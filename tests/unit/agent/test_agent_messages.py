@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from safehold._version import __version__
-from safehold.agent import chunk_messages, greeting, held_messages
+from safehold.agent import chunk_messages, document_messages, greeting, held_messages
 from safehold.agent import messages as m
 from safehold.errors import CommitError, ConfigurationError
 from safehold.host.sockets import MAX_FRAME_BYTES, Channel
@@ -36,6 +36,8 @@ REQUESTS = [
     chunk_messages.ChunksAsk(12, 3, [(5, 4096)], [6], 0.5),
     chunk_messages.ChunksUsed(12, 3, [5], [5]),
     chunk_messages.ReadingOver(12, 3, True),
+    document_messages.DocumentsAsk(12, 3),
+    document_messages.DocumentsOver(12, 3, True),
     m.RestoreDone(12, 10),
     m.ProtectionAsk(13, 4.5),
     m.Bye(14, False),
@@ -57,6 +59,8 @@ REPLIES = [
     chunk_messages.Cache(9, 0, 8192, 1, [([0, 1], b"set")]),
     chunk_messages.ChunksToRead(9, [(5, 0)], False),
     chunk_messages.NodeRead(9, 4096),
+    document_messages.Documents(9, 4096),
+    m.RestoreOffer(8, 10, 1, 0, b"", [0], [], 3, documents=(4096, "d")),
     m.Verdict(10, "stop", ERROR, 4, (["a"], ["b"], ["c"])),
     m.Status(11, {"pid": 1, "session": None}),
     m.Settled({"groups": []}),

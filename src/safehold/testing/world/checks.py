@@ -9,7 +9,8 @@
 | every save has a verdict by its deadline, on every rank | always |
 | what memory offers to a restore is exactly the checkpoint | when offered |
 | ranks restore the same step, never one older than what was told to be durable | when restored, when offered |
-| arenas are free once no save holds them; sessions' memory is bounded | at the end, and now and then |
+| arenas are free once no save holds them, and what a restore was lent; sessions' memory is bounded | at the end, and now and then |
+| documents that a rank is handed are those of storage | when handed |
 | nobody speaks malformed, no handler fails | always |
 """
 
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from safehold.agent import messages as m
 from safehold.agent.flusher_client import ANSWER_SLACK_S
 from safehold.errors import from_wire
-from safehold.format import paths, records
+from safehold.format import document, paths, records
 from safehold.format.records import Incarnation, Manifest
+from safehold.pipeline.bundle import unpack
 from safehold.policy import belief
 from safehold.policy.belief import AttemptView, Listing
 from safehold.testing.world.footprint import footprint
+from safehold.testing.world.memory import Block
 from safehold.testing.world.storage import Pack
 from safehold.testing.world.trainer import Handle, Trainer, content_of
 from safehold.types import CommitId
@@ -63,6 +66,7 @@ class Checks:
         self._began: dict[tuple[int, CommitId], float] = {}
         self._deadlines: list[tuple[float, int, Trainer, Handle]] = []
         self._count = 0
+        self._handed: Block | None = None
         config = world.setting.wire
         flush_s, slack_s = config["flush_timeout_s"], 2 * ANSWER_SLACK_S
         one_s = config["begin_timeout_s"] + config["stage_timeout_s"] + 3 * flush_s + slack_s
@@ -139,6 +143,17 @@ class Checks:
                 offer.incarnation, offer.step, offer.attempt, arena.rank
             ):
                 raise self._timeline.violation(f"memory of rank {arena.rank} is offered as {commit}, and holds {found}")
+
+    def documents(self, offer: m.RestoreOffer, block: Block) -> None:
+        """A rank is handed the documents of what it was offered; those of a node once."""
+        if block is self._handed or offer.documents is None:
+            return
+        self._handed = block
+        if (len(block.view), document.digest(block.view)) != offer.documents:
+            raise self._timeline.violation(f"other documents are handed out than were offered for step {offer.step}")
+        for path, data in unpack(block.view).items():
+            if self._world.storage.files.get(path, data) != data:  # unless it was deleted meanwhile
+                raise self._timeline.violation(f"{path} is handed out, and is not what is on storage")
 
     def num_whole_since(self, when: float) -> int:
         """Return how many saves that began after `when` every rank was told to be durable."""
@@ -289,6 +304,8 @@ class Checks:
                 return f"{name}: the arenas of ranks {busy} are not freed"
             if agent.current is not None and agent.current.num_open:
                 return f"{name}: {agent.current.num_open} saves are not over"
+            if agent.pool.lent_bytes:
+                return f"{name}: {agent.pool.lent_bytes} bytes are lent to a restore that is over"
         return None
 
     def at_end(self) -> None:

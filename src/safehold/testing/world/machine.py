@@ -14,6 +14,7 @@ from safehold.agent.means import Means
 from safehold.agent.net.seam import Listeners
 from safehold.agent.server import AgentServer
 from safehold.config import Config
+from safehold.testing.world.fibers import Fiber
 from safehold.testing.world.flushers import WorldFlusher
 from safehold.testing.world.memory import WorldPool
 from safehold.testing.world.network import Endpoint
@@ -99,7 +100,12 @@ class Agent(AgentServer):
         self.process = machine.process(f"agent {number}")
         events = world.events(self.process.name)
         timeline = self._timeline = world.timeline
-        means = Means(spawn=self._spawn, rank_control=world.shared.rank_control, node_control=world.shared.node_control)
+        means = Means(
+            spawn=self._spawn,
+            rank_control=world.shared.rank_control,
+            node_control=world.shared.node_control,
+            memory=world.shared.memory,
+        )
         super().__init__(URL, cast(Any, None), log_fd=None, events=events, clock=timeline, means=means)
         self._world, self.machine = world, machine
         self._config = Config.from_wire(world.setting.wire)
@@ -113,6 +119,8 @@ class Agent(AgentServer):
         )
         self._wakes_at: float | None = None
         self.busy_s = self.planning_s = 0.0
+        self._fibers: list[Fiber] = []
+        self.process.on_end.append(self._kill_fibers)
         timeline.note("agent", f"{self.process.name} starts")
         self.post(lambda: None)
 
@@ -160,7 +168,11 @@ class Agent(AgentServer):
 
     def _spawn(self, name: str, work: Callable[[], None]) -> None:
         setting = self._world.setting
-        times = {"plan": setting.plan_s, "network-close": (0.0, 0.01)}.get(name, setting.populate_s)
+        if name == "documents" and setting.interleaved:
+            self._start_fiber(work)
+            return
+        known = {"plan": setting.plan_s, "network-close": (0.0, 0.01), "documents": setting.network_s}
+        times = known.get(name, setting.populate_s)
 
         def measured() -> None:
             begun = time.thread_time()
@@ -169,6 +181,17 @@ class Agent(AgentServer):
 
         is_measured = name == "plan" and self._world.measures
         self._timeline.at(self._timeline.between(*times), self.process, measured if is_measured else work)
+
+    def _start_fiber(self, work: Callable[[], None]) -> None:
+        """Begin what waits in its middle; it ends with the agent."""
+        fiber = Fiber(self._timeline, self.process, work)
+        self._fibers = [found for found in self._fibers if not found.over]
+        self._fibers.append(fiber)
+        fiber.start()
+
+    def _kill_fibers(self) -> None:
+        for fiber in self._fibers:
+            fiber.kill()
 
     def _make_network(self, hello: m.Hello, listeners: Listeners) -> Endpoint:
         world = hello.world

@@ -1,4 +1,4 @@
-"""Stand-ins for what a node shares between its processes: control words and arenas, by numbers that take the place of descriptors."""
+"""Stand-ins for what a node shares between its processes: control words, arenas, memory; numbers take the place of descriptors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from safehold.agent.arenas import Arena, ArenaPool
+from safehold.agent.net.seam import Source
 from safehold.host.control import Announcement, NodeControl, RankControl
 
 FIRST_FD = 1 << 24
@@ -70,6 +71,23 @@ class Bytes:
     content: object = None
 
 
+class Block:
+    """Memory that an agent fills and lends: a `shared_memory.Memory`. Who has been given its number can read it as long as it lives."""
+
+    def __init__(self, fd: int, size_bytes: int, blocks: dict[int, Block]) -> None:
+        self.fd, self._blocks = fd, blocks
+        self.view = memoryview(bytearray(size_bytes))
+        blocks[fd] = self
+
+    def source(self, size_bytes: int) -> Source | None:
+        """See `Memory`."""
+        return Source(fd=self.fd, offset=0, size=size_bytes) if self.fd in self._blocks else None
+
+    def close(self) -> None:
+        """See `Memory`."""
+        self._blocks.pop(self.fd, None)
+
+
 class Shared:
     """All shared memory of a world, by number."""
 
@@ -78,6 +96,7 @@ class Shared:
         self.words: dict[int, Words] = {}
         self.node_words: dict[int, NodeWords] = {}
         self.arenas: dict[int, Bytes] = {}
+        self.blocks: dict[int, Block] = {}
 
     def rank_control(self) -> RankControl:
         """Make a rank's control words."""
@@ -90,6 +109,10 @@ class Shared:
         fd = next(self._numbers)
         self.node_words[fd] = NodeWords(fd)
         return cast(NodeControl, self.node_words[fd])
+
+    def memory(self, size_bytes: int, name: str) -> Block:
+        """Make memory for something else than arenas."""
+        return Block(next(self._numbers), size_bytes, self.blocks)
 
     def arena(self, rank: int) -> int:
         """Make an arena."""
@@ -111,6 +134,11 @@ class WorldPool(ArenaPool):
 
     def _close(self, fd: int) -> None:
         pass  # a flusher or a trainer may still have it mapped
+
+    @property
+    def lent_bytes(self) -> int:
+        """Memory that is lent for something else than arenas."""
+        return self._lent_bytes
 
     def all_arenas(self) -> list[Arena]:
         """Return what it has."""

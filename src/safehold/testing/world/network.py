@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from safehold.agent.net.outbox import ControlSettings, check_size
 from safehold.agent.net.seam import Listeners, Provider, Sink
-from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError
+from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError, TornFileError
+from safehold.testing.world import fibers
 from safehold.testing.world.timeline import Process
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Fabric:
     """All networks of a world: one for each start of the job.
 
     Attributes:
-        counts: (`messages` or `bytes`, None) in all; and with (token, node) instead of None what a node has heard or said.
+        counts: (`messages`, `bytes` or `bulk_bytes`, None) in all; and with (token, node) instead of None what a node has heard or said;
+            (`given_bytes`, (token, node)): bulk that others have read of it.
         delay_s: Adds to every message between these machines.
         delay_message: Adds to a message by its number (exploring orders); what follows it on its way waits, too.
         num_sent: Messages so far.
@@ -135,6 +137,7 @@ class Endpoint:
         self._timeline, self._setting = fabric.world.timeline, fabric.world.setting
         self._limits = ControlSettings(peer_timeout_s=self._setting.wire["peer_timeout_s"])
         self.links: dict[str, Link] = {}
+        self.providers: dict[str, Provider] = {}
         self._heard: dict[str, int] = {}
         self.closed = False
 
@@ -184,17 +187,48 @@ class Endpoint:
         return failed
 
     def read_into(self, node: str, kind: str, name: str, offset: int, view: memoryview, *, deadline_s: float) -> int:
-        """Bulk is not part of this world."""
-        raise AgentUnavailableError("this world carries no bulk", node=node)
+        """See `seam.Network`; in a fiber it takes time, in which the way can be lost, else it happens at once. There is no CRC32."""
+        self._take_time(deadline_s, node)
+        peer = self._peer_for_bulk(node, deadline_s)
+        provider = peer.providers.get(kind)
+        source = provider(self._node, name) if provider is not None else None
+        if source is None or offset + len(view) > source.size:
+            raise TornFileError(f"there is no {kind} {name!r} on node {node}", node=node)
+        block = self._fabric.world.shared.blocks[source.fd]  # which lives on, should its agent let go of it
+        self._take_time(deadline_s, node)
+        peer = self._peer_for_bulk(node, deadline_s)
+        begin = source.offset + offset
+        view[:] = block.view[begin : begin + len(view)]
+        counts = self._fabric.counts
+        for who in (None, (self.token, self._node), (self.token, node)):
+            counts["bulk_bytes", who] += len(view)
+        counts["given_bytes", (self.token, node)] += len(view)
+        return 0
+
+    def _take_time(self, deadline_s: float, node: str) -> None:
+        fiber = fibers.current()
+        if fiber is not None:
+            extra_s = self._fabric.delay_s.get(frozenset((self._node, node)), 0.0)
+            fiber.pause(min(deadline_s, self._timeline.between(*self._setting.network_s) + extra_s))
+
+    def _peer_for_bulk(self, node: str, deadline_s: float) -> Endpoint:
+        peer = None if self.closed else self._reachable(node)
+        if peer is None:
+            fiber = fibers.current()
+            if fiber is not None:
+                fiber.pause(min(deadline_s, self._limits.peer_timeout_s))
+            raise AgentUnavailableError(f"the agent of node {node} does not answer", node=node)
+        return peer
 
     def write_from(
         self, node: str, kind: str, name: str, offset: int, view: memoryview, *, total: int, deadline_s: float
     ) -> int:
-        """Bulk is not part of this world."""
-        raise AgentUnavailableError("this world carries no bulk", node=node)
+        """Nothing is written to other nodes in this world."""
+        raise AgentUnavailableError("this world carries nothing written", node=node)
 
     def provide(self, kind: str, provider: Provider) -> None:
-        """See `seam.Network`; nobody reads here."""
+        """See `seam.Network`."""
+        self.providers[kind] = provider
 
     def accept(self, kind: str, sink: Sink) -> None:
         """See `seam.Network`; nobody writes here."""

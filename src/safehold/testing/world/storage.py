@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from safehold.errors import ConfigurationError, StorageError
-from safehold.format import paths
+from safehold.format import paths, records
 from safehold.pipeline.several import RECORD_READERS
 from safehold.testing.world import fibers
 from safehold.testing.world.timeline import Timeline, Work
 from safehold.tiers.base import TEMPORARY_PREFIX, Entry, PackReader, PackWriter, ProbeReport
+from safehold.types import CommitId
 
 T = TypeVar("T")
 URL = "world:///run"
@@ -44,6 +45,7 @@ class Storage:
         hanging: Machines whose calls hang.
         slow: Machine -> how many times longer its calls take.
         num_calls: Calls so far.
+        read_bytes: Bytes of small files that were read so far.
         thread: The one that the world runs in.
     """
 
@@ -53,7 +55,7 @@ class Storage:
         self.files: dict[str, bytes | Pack] = {}
         self._children: dict[str, dict[str, None]] = {"": {}}
         self._manifests: dict[str, bytes] = {}
-        self.version = self.num_calls = 0
+        self.version = self.num_calls = self.read_bytes = 0
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
         self.slow: dict[str, float] = {}
@@ -148,6 +150,14 @@ class Storage:
             raise FileNotFoundError(path)
         return found
 
+    def documents_bytes(self, commit: CommitId) -> int:
+        """Return what a rank reads that reads the documents of a checkpoint itself: manifest, plan, records and objects of all nodes."""
+        directory = paths.checkpoint_dir(commit)
+        found = [self.files.get(f"{directory}/{name}") for name in self.names(directory)]
+        manifest = self._manifests.get(f"{directory}/{paths.MANIFEST}")
+        plan = records.decode_manifest(manifest, path=directory).plan_size_bytes if manifest is not None else 0
+        return plan + sum(len(data) for data in found if isinstance(data, bytes))
+
     def _changed(self, path: str) -> None:
         name = posixpath.basename(path)
         decides = name == paths.MANIFEST or paths.parse_tombstone(name) is not None
@@ -234,6 +244,8 @@ class View:
         data = self._call(path, lambda: self._storage.get(path))
         if isinstance(data, Pack):
             raise ConfigurationError("the world's storage keeps no bytes of packs", path=path)
+        with self._storage.lock:
+            self._storage.read_bytes += len(data)
         return data
 
     def size(self, path: str, *, retry_s: float | None = None) -> int:

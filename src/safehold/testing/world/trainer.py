@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from safehold._version import __version__
+from safehold.agent import document_messages as dm
 from safehold.agent import messages as m
 from safehold.errors import (
     AgentUnavailableError,
@@ -26,6 +27,7 @@ from safehold.errors import (
 from safehold.testing.world.machine import Line, Machine
 from safehold.testing.world.parts import PACK_BYTES, part_of
 from safehold.testing.world.timeline import Process
+from safehold.types import CommitId
 
 if TYPE_CHECKING:
     from safehold.testing.world.job import Job
@@ -156,8 +158,12 @@ class Trainer:
             self._words, self._node_words = shared.words[fds[0]], shared.node_words[fds[2]]
         if reply.id:
             if reply.id in self._pending:
-                granted = isinstance(reply, m.Granted)
-                self._pending[reply.id]((reply, self._world.shared.arenas[fds[0]]) if granted else reply)
+                found: Any = reply
+                if isinstance(reply, m.Granted):
+                    found = (reply, self._world.shared.arenas[fds[0]])
+                elif isinstance(reply, dm.Documents):
+                    found = self._world.shared.blocks.get(fds[0]) if fds else None
+                self._pending[reply.id](found)
             return
         match reply:
             case m.Durable():
@@ -292,14 +298,27 @@ class Trainer:
             self._world.checks.offered(self, offer)
             if offer.step is None:
                 return 0
-            yield self.pause(self._timeline.between(*self._world.setting.storage_s))
+            yield from self._read_documents(offer, timeout_s)
             outcome = yield from self._vote(offer, "planned")
+            if offer.documents is not None:
+                self._tell(dm.DocumentsOver(-1, offer.round, True))
             if outcome == "go":
                 yield self.pause(self._timeline.between(*self._world.setting.write_s))
                 outcome = yield from self._vote(offer, "verified")
             if outcome == "go":
                 self._tell(m.RestoreDone(-1, offer.step))
                 return offer.step
+
+    def _read_documents(self, offer: m.RestoreOffer, timeout_s: float) -> Script:
+        block = None
+        if offer.documents is not None:
+            block = yield self.asks(dm.DocumentsAsk(0, offer.round), timeout_s)
+        if block is not None:
+            self._world.checks.documents(offer, block)
+            return
+        commit = CommitId(offer.step or 0, offer.incarnation, offer.attempt)
+        self._world.storage.read_bytes += self._world.storage.documents_bytes(commit)
+        yield self.pause(self._timeline.between(*self._world.setting.storage_s))
 
     def _vote(self, offer: m.RestoreOffer, phase: str) -> Script:
         vote = m.Vote(0, offer.round, phase)
