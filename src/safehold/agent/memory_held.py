@@ -278,6 +278,7 @@ class Held:
         """A new incarnation believes this checkpoint, and no other that is here."""
         with self._lock:
             self._accepted = commit
+            self._doubtful.clear()  # what is believed is in doubt no more
             self._drop({found for found in self._commits() if found != commit})
             if commit is not None and commit in self._documents:
                 self._documents[commit].believed_by = incarnation

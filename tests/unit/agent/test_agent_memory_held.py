@@ -171,6 +171,18 @@ def test_copies_that_were_never_committed_give_way_and_the_last_good_one_does_no
     assert held.told() == []
 
 
+def test_what_was_in_doubt_gives_way_to_the_next_copy_unless_a_new_start_believes_it(held: Held) -> None:
+    copy(held, COMMIT)
+    held.put_manifest(COMMIT, manifest_of(COMMIT, b"plan"), run_id="run", believed_by=1)
+    held.doubt(COMMIT)
+    held.accept(COMMIT, 2)
+    copy(held, NEXT)
+    assert [entry.commit for entry in held.told()] == [NEXT, COMMIT]
+    held.doubt(COMMIT)
+    copy(held, CommitId(7, 1, 0))
+    assert [entry.commit.step for entry in held.told()] == [7]
+
+
 def test_a_manifest_without_its_plan_is_not_told(held: Held) -> None:
     held.put_manifest(COMMIT, manifest_of(COMMIT, b"plan"), run_id="run", believed_by=1)
     assert held.told()[0].manifest == ""
