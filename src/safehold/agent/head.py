@@ -111,7 +111,7 @@ class Head:
             num_nodes=len(self._ranks_of),
         )
         self.memory = MemoryLead(
-            here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events, spawn=spawn
+            here, self, config=config, held=held, post=post, clock=clock, events=events, spawn=spawn
         )
         self.restores = Restores(
             local_ranks=list(range(world.world_size)),
@@ -248,7 +248,7 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
-            case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
+            case w.MemoryBegins() | w.HeldHere() | w.Kept() | w.HoldsManifest():
                 self.memory.report(node, report)
             case w.Came():
                 self.node_lost(node)

@@ -61,7 +61,8 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: Where they came from: `memory`, `partner` (memory of other nodes), `flash` (`remote` if it was fetched from there first),
+        source: Where they came from: `memory`, `partner` (memory of other nodes), `parity` (made of what other
+            nodes have in memory), `flash` (`remote` if it was fetched from there first),
             `peers` (passed on by another node), joined by `+`.
         bytes_by_source: The bytes from each.
         storage_bytes: Bytes that this rank has read from storage, for itself and for others.
@@ -238,7 +239,7 @@ class Restorer:
         assert offer.step is not None
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
         if offer.tier == "memory":
-            attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of)
+            attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of, offer.manifest)
         with self._events.span("documents", step=offer.step, rank=self._rank):
             checkpoint, stored = within(
                 self._config.stall_timeout_s,
