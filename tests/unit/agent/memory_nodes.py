@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.clock import new_token
 from safehold.config import Config
-from safehold.errors import from_wire
+from safehold.errors import TornFileError, from_wire
 from safehold.format import crc, paths
 from safehold.format.pack import BLOCK
 from safehold.host import memfd
@@ -174,6 +175,25 @@ class MemoryJob(Job):
             if isinstance(found, bytes):
                 return found
         return None
+
+
+def restored(job: MemoryJob, offer: m.RestoreOffer, rank: int, old: int) -> bytes:
+    """The pack of an old rank, as the restore of a rank gets it: from the first source that has it."""
+    tier = job.tier_of(rank, offer)
+    plan: Any = SimpleNamespace(nodes={old: old})
+    checkpoint: Any = SimpleNamespace(plan=plan, pack_path=lambda rank, part: pack_path(offer, rank))
+    size, last = job.size_of(old), None
+    for source in tier.sources(checkpoint, old, 0):
+        try:
+            return bytes(source.read(0, size, memoryview(bytearray(size))))
+        except TornFileError as exc:
+            last = exc
+    raise last or AssertionError("no source")
+
+
+def pack_path(offer: m.RestoreOffer, old: int) -> str:
+    commit = CommitId(offer.step or 0, offer.incarnation, offer.attempt)
+    return f"{paths.checkpoint_dir(commit)}/{paths.pack(old, old, 0)}"
 
 
 class _Client:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory_nodes import PACK_BYTES, SAVE, MemoryJob
+from memory_nodes import PACK_BYTES, SAVE, MemoryJob, pack_path, restored
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
@@ -19,25 +19,6 @@ from safehold.policy.placement import parse_scheme, place, survives
 from safehold.types import CommitId
 
 MIB = 1 << 20
-
-
-def restored(job: MemoryJob, offer: m.RestoreOffer, rank: int, old: int) -> bytes:
-    """The pack of an old rank, as the restore of a rank gets it: from the first source that has it."""
-    tier = job.tier_of(rank, offer)
-    plan: Any = SimpleNamespace(nodes={old: old})
-    checkpoint: Any = SimpleNamespace(plan=plan, pack_path=lambda rank, part: pack_path(offer, rank))
-    size, last = job.size_of(old), None
-    for source in tier.sources(checkpoint, old, 0):
-        try:
-            return bytes(source.read(0, size, memoryview(bytearray(size))))
-        except TornFileError as exc:
-            last = exc
-    raise last or AssertionError("no source")
-
-
-def pack_path(offer: m.RestoreOffer, old: int) -> str:
-    commit = CommitId(offer.step or 0, offer.incarnation, offer.attempt)
-    return f"{paths.checkpoint_dir(commit)}/{paths.pack(old, old, 0)}"
 
 
 @pytest.mark.parametrize(
