@@ -79,7 +79,7 @@ def test_more_hosts_are_lost_than_parity_stands_and_flash_is_used_aloud(four_hos
     with train(four_hosts, run, "--pause-at", "2", "/never", **MEMORY, memory_parity="xor:4") as job:
         job.until("pausing", rank=0, timeout_s=40)
         step, _, source = restored(job)
-        assert (step, source) == (1, "flash")
+        assert step == 1 and source.startswith("flash"), source
         assert "step 3 was in memory and cannot be used" in job.text, job.tail()
         job.kill()
 
