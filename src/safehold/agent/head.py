@@ -248,7 +248,7 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
-            case w.MemoryBegins() | w.HeldHere() | w.Kept() | w.HoldsManifest():
+            case w.MemoryBegins() | w.HeldHere() | w.ShareKept() | w.HoldsManifest():
                 self.memory.report(node, report)
             case w.Came():
                 self.node_lost(node)

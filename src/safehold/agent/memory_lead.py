@@ -71,7 +71,7 @@ class _Save:
     """A memory save without a verdict: nodes that began it so, what each keeps and holds, and who has not got the manifest yet."""
 
     begun: set[int] = field(default_factory=set)
-    kept: dict[int, w.Kept] = field(default_factory=dict)
+    kept: dict[int, w.ShareKept] = field(default_factory=dict)
     held: dict[int, w.HeldHere] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     manifest: bytes = b""
@@ -144,7 +144,7 @@ class MemoryLead:
         Raises:
             msgspec.DecodeError: It makes no sense.
         """
-        if not isinstance(report, w.MemoryBegins | w.HeldHere | w.Kept | w.HoldsManifest):
+        if not isinstance(report, w.MemoryBegins | w.HeldHere | w.ShareKept | w.HoldsManifest):
             raise msgspec.ValidationError(f"{type(report).__name__} is not about memory")
         if report.incarnation != self._here.incarnation:
             return
@@ -155,7 +155,7 @@ class MemoryLead:
         save = self._saves.get(key)
         if save is None:
             return
-        if isinstance(report, w.Kept):
+        if isinstance(report, w.ShareKept):
             self._kept(save, node, report)
         elif isinstance(report, w.HeldHere):
             at = self._here.world.node_of
@@ -169,7 +169,7 @@ class MemoryLead:
             if not save.waiting:
                 save.end(None)
 
-    def _kept(self, save: _Save, node: int, report: w.Kept) -> None:
+    def _kept(self, save: _Save, node: int, report: w.ShareKept) -> None:
         """A node keeps its share; once all of its set do, they protect it."""
         of = self._here.memory.partners.set_of(node)
         if of is None or len(report.blake3) != DIGEST_CHARS or not 0 < report.size_bytes < MAX_DOCUMENT_BYTES:
@@ -179,7 +179,7 @@ class MemoryLead:
             kept = [(member, save.kept[member]) for member in of.members]
             refs = [(member, told.size_bytes, told.blake3) for member, told in kept]
             for member in of.members:
-                self._tell(member, w.Protect(report.incarnation, report.step, report.attempt, refs))
+                self._tell(member, w.MakeParity(report.incarnation, report.step, report.attempt, refs))
 
     def _begins(self, key: Key, node: int) -> None:
         self._saves.setdefault(key, _Save()).begun.add(node)

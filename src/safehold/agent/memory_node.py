@@ -264,10 +264,10 @@ class NodeMemory:
             self._here.report(w.HeldHere(commit.incarnation, commit.step, commit.attempt, packs, len(objects)))
         then({"size_bytes": len(record), "blake3": document.digest(record)}, None)
 
-    def protect(self, word: w.Protect) -> None:
+    def make_parity(self, word: w.MakeParity) -> None:
         """All nodes of the redundancy set keep their shares of a save."""
         if word.incarnation == self._here.incarnation and self._protecting is not None:
-            self._protecting.protect(word)
+            self._protecting.make_parity(word)
 
     # -- what the lead says ----------------------------------------------------------------------------------------------
 

@@ -71,9 +71,9 @@ class Protecting:
         """The node keeps its share of a save; `done` hears once its parity is made, or why not."""
         self._waiting[commit] = _Waiting(done, cancelled)
         digest = document.digest(record)
-        self._here.report(w.Kept(commit.incarnation, commit.step, commit.attempt, len(record), digest))
+        self._here.report(w.ShareKept(commit.incarnation, commit.step, commit.attempt, len(record), digest))
 
-    def protect(self, word: w.Protect) -> None:
+    def make_parity(self, word: w.MakeParity) -> None:
         """All members of the set keep their shares: make the parity."""
         commit = CommitId(word.step, word.incarnation, word.attempt)
         waiting = self._waiting.get(commit)

@@ -117,7 +117,7 @@ class HeldHere(msgspec.Struct, tag="held_here", frozen=True):
     objects_bytes: int
 
 
-class Kept(msgspec.Struct, tag="kept", frozen=True):
+class ShareKept(msgspec.Struct, tag="share_kept", frozen=True):
     """With parity: a node keeps its own share of a memory save; size and digest of its record."""
 
     incarnation: int
@@ -207,7 +207,7 @@ class Committed(msgspec.Struct, tag="committed", frozen=True):
     in_memory: bool = False
 
 
-class Protect(msgspec.Struct, tag="protect", frozen=True):
+class MakeParity(msgspec.Struct, tag="make_parity", frozen=True):
     """All members of a node's redundancy set keep their shares of a memory save: it makes its parity, and then tells `HeldHere`.
 
     `refs`: (node, size, digest) of their records, in the order of the ring.
@@ -367,7 +367,7 @@ Report = (
     | Wants
     | MemoryBegins
     | HeldHere
-    | Kept
+    | ShareKept
     | HoldsManifest
     | Came
 )
@@ -378,8 +378,8 @@ Word = (
     | Opened
     | Committed
     | Abandoned
+    | MakeParity
     | HoldManifest
-    | Protect
     | PartWanted
     | LeavesSettled
     | Announce

@@ -134,9 +134,9 @@ def failed(job: MemoryJob, step: int) -> Any:
 def test_a_save_is_durable_once_all_have_made_their_parity_and_not_before() -> None:
     job = MemoryJob(4, memory_parity="xor:4")
     begin_all(job, 5)
-    held_back = job.sessions[2].memory.protect
+    held_back = job.sessions[2].memory.make_parity
     words: list[Any] = []
-    job.sessions[2].memory.protect = words.append  # type: ignore[method-assign]
+    job.sessions[2].memory.make_parity = words.append  # type: ignore[method-assign]
     for rank in range(4):
         job.stage_memory(rank, 5)
     job.settle_threads(lambda: words and all(job.pools[node].held.facts()["parity"] == 5 for node in (0, 1, 3)))
@@ -154,8 +154,8 @@ def test_bytes_that_change_before_they_are_summed_fail_the_save_and_the_last_goo
     job.save_in_memory(5)
     begin_all(job, 6)
     words: list[Any] = []
-    held_back = job.sessions[2].memory.protect
-    job.sessions[2].memory.protect = words.append  # type: ignore[method-assign]
+    held_back = job.sessions[2].memory.make_parity
+    job.sessions[2].memory.make_parity = words.append  # type: ignore[method-assign]
     for rank in range(4):
         job.stage_memory(rank, 6)
     job.settle_threads(lambda: words)
@@ -188,7 +188,7 @@ def test_a_node_that_is_lost_while_parity_is_waited_for_ends_the_save() -> None:
     begin_all(job, 6)
     for rank in range(3):
         job.stage_memory(rank, 6)
-    job.settle_threads(lambda: len(job.told(w.Kept)) == 2)  # of the others; the lead's own comes by no network
+    job.settle_threads(lambda: len(job.told(w.ShareKept)) == 2)  # of the others; the lead's own comes by no network
     job.cut(0, 3)
     job.settle_threads(lambda: ("failed", 6) in job.verdicts(0))
     assert "n3" in str(job.failure(0))
@@ -233,6 +233,6 @@ def test_a_word_for_another_set_is_refused() -> None:
     protecting = job.sessions[1].memory._protecting
     assert protecting is not None
     protecting.kept(CommitId(5, 1, 0), b"record", threading.Event(), done.append)
-    job.sessions[1].memory.protect(w.Protect(1, 5, 0, [(0, 3, "x"), (1, 3, "y")]))
+    job.sessions[1].memory.make_parity(w.MakeParity(1, 5, 0, [(0, 3, "x"), (1, 3, "y")]))
     assert "another redundancy set" in done[0].message
-    job.sessions[1].memory.protect(w.Protect(1, 7, 0, []))  # of a save that nobody waits for
+    job.sessions[1].memory.make_parity(w.MakeParity(1, 7, 0, []))  # of a save that nobody waits for
