@@ -5,6 +5,7 @@ Invariants: every field has a default, a unit in its name where it has one, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -18,6 +19,7 @@ PassOn = Literal["auto", "off"]
 MAX_THREADS = 256
 MAX_SECONDS = 1e9
 MAX_BYTES = 1 << 60
+MAX_SYMBOLS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Config:
         flush_every: Of the saves, every so many-th is flushed to storage, and the first of each start of the job; the others stay in
             memory, with copies at other nodes. 1: all are flushed. See docs/memory.md.
         memory_copies: How many other nodes keep a copy of a save that stays in memory, where there are any; 0 to 3.
+        memory_parity: Parity in the place of copies, at a fraction of their memory: `xor:4` (any 1 of sets of 4 nodes may be lost) or
+            `rs:4+2` (any 2 of sets of 6); empty: copies.
         memory_budget_bytes: Upper bound for the arenas of this node, within what is available when they are allocated; 0: 0.6 of that.
         pack_size_bytes: A rank's arena is split into packs of about this size.
         flush_threads: Threads that write one rank's packs.
@@ -87,6 +91,7 @@ class Config:
     agent_linger_s: float = 300.0
     flush_every: int = 1
     memory_copies: int = 1
+    memory_parity: str = ""
     memory_budget_bytes: int = 0
     pack_size_bytes: int = 64 << 30
     flush_threads: int = 3
@@ -140,6 +145,7 @@ class Config:
             raise ConfigurationError("flush_every must be at least 1")
         if not 0 <= self.memory_copies <= 3:
             raise ConfigurationError("memory_copies must be from 0 to 3")
+        _check_parity(self.memory_parity, self.memory_copies)
         if self.max_failures < 0:
             raise ConfigurationError("max_failures must be at least 0")
         if not 1 << 20 <= self.flush_block_bytes <= 1 << 30 or self.flush_block_bytes % (1 << 20):
@@ -172,6 +178,23 @@ class Config:
         """Rebuild; unknown fields (from another version) are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in wire.items() if key in known})
+
+
+def _check_parity(words: str, copies: int) -> None:
+    """Refuse what is no scheme of parity; `policy.placement.parse_scheme` says what the words mean."""
+    if not words:
+        return
+    found = re.fullmatch(r"xor:([0-9]{1,2})|rs:([0-9]{1,2})\+([0-9]{1,2})", words)
+    num_data = int(found[1]) - 1 if found and found[1] else int(found[2]) if found else 0
+    num_parity = 1 if found and found[1] else int(found[3]) if found else 0
+    if num_data < 2 or num_parity < 1 or num_data + num_parity > MAX_SYMBOLS:
+        text = f"memory_parity must be like xor:4 or rs:4+2, with 2 or more nodes of data and {MAX_SYMBOLS} in all at most, not {words!r}"
+        hint = "where one node's data are protected by whole copies, set memory_copies"
+        raise ConfigurationError(text, hint=hint)
+    if copies > 1:
+        text = f"memory_parity={words!r} and memory_copies={copies} exclude each other"
+        hint = "copies cost most and are quickest to read back, parity costs a fraction: choose one"
+        raise ConfigurationError(text, hint=hint)
 
 
 def _check(name: str, value: object, default: object) -> None:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.root
 MEMORY = {"flush_every": 10}
 
 
-def train_and_die(hosts: Hosts, run: str, *lost: int, step: int = 3) -> str:
+def train_and_die(hosts: Hosts, run: str, *lost: int, step: int = 3, **settings: object) -> str:
     """Train to a step that is in memory only, lose hosts, and have the others' trainers die; returns the state's hash."""
-    with train(hosts, run, "--pause-at", str(step), "/never", **MEMORY) as job:
+    with train(hosts, run, "--pause-at", str(step), "/never", **MEMORY, **settings) as job:
         for rank in range(len(hosts)):
             job.until("pausing", rank=rank, timeout_s=40)
         for host in lost:
@@ -51,6 +51,37 @@ def test_a_host_that_is_lost_with_its_memory_costs_no_step(four_hosts: Hosts, un
             assert source == "partner" if rank == lost else source.startswith("memory"), f"rank {rank}: {source}"
         assert {line(job, "final", rank) for rank in range(4)} == {unbroken}
     assert steps_on_storage(run) == [1, 4], "the first save after a restore is flushed"
+
+
+@pytest.mark.parametrize(("parity", "lost"), [("xor:4", (2,)), ("rs:2+2", (0, 3))])
+def test_parity_gives_back_what_lost_hosts_had(
+    four_hosts: Hosts, unbroken: str, parity: str, lost: tuple[int, ...]
+) -> None:
+    run = str(four_hosts.shared / "run")
+    wanted = train_and_die(four_hosts, run, *lost, memory_parity=parity)
+    for host in lost:
+        four_hosts.replace(host)
+    with train(four_hosts, run, **MEMORY, memory_parity=parity) as job:
+        ended(job)
+        for rank in range(4):
+            step, found, source = restored(job, rank)
+            assert (step, found) == (3, wanted)
+            assert "parity" in source if rank in lost else source.startswith("memory"), f"rank {rank}: {source}"
+        assert {line(job, "final", rank) for rank in range(4)} == {unbroken}
+    assert steps_on_storage(run) == [1, 4]
+
+
+def test_more_hosts_are_lost_than_parity_stands_and_flash_is_used_aloud(four_hosts: Hosts) -> None:
+    run = str(four_hosts.shared / "run")
+    train_and_die(four_hosts, run, 1, 2, memory_parity="xor:4")
+    for lost in (1, 2):
+        four_hosts.replace(lost)
+    with train(four_hosts, run, "--pause-at", "2", "/never", **MEMORY, memory_parity="xor:4") as job:
+        job.until("pausing", rank=0, timeout_s=40)
+        step, _, source = restored(job)
+        assert step == 1 and source.startswith("flash"), source
+        assert "step 3 was in memory and cannot be used" in job.text, job.tail()
+        job.kill()
 
 
 def test_a_host_and_its_partner_are_lost_and_flash_is_used_aloud(four_hosts: Hosts) -> None:

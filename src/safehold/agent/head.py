@@ -114,7 +114,7 @@ class Head:
             num_nodes=len(self._ranks_of),
         )
         self.memory = MemoryLead(
-            here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events, spawn=spawn
+            here, self, config=config, held=held, post=post, clock=clock, events=events, spawn=spawn
         )
         rebasing = Rebasing(here, config=config, flusher=flusher, copier=copier, memory=self.memory)
         self.restores = Restores(
@@ -270,7 +270,7 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
-            case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
+            case w.MemoryBegins() | w.HeldHere() | w.ShareKept() | w.HoldsManifest():
                 self.memory.report(node, report)
             case w.ProtectedHere():
                 self.protector.told(node, report)

@@ -75,6 +75,8 @@ class Hearing:
                 self._here.committed(word.step, word.attempt, in_memory=word.in_memory)
             case w.HoldManifest():
                 self._here.memory.hold_manifest(word)
+            case w.MakeParity():
+                self._here.memory.make_parity(word)
             case w.Abandoned() if word.incarnation == self._here.incarnation:
                 self._here.abandoned(word)
             case w.Committed() | w.Abandoned():

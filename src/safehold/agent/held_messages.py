@@ -14,13 +14,17 @@ class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
 
 
 class HeldAsk(msgspec.Struct, tag="held_ask", frozen=True):
-    """A rank asks for bytes of what a node holds in memory of a checkpoint: `size` from `offset` of the file that a tier would have."""
+    """A rank asks for bytes of what a node holds in memory of a checkpoint: `size` from `offset` of the file that a tier would have.
+
+    `whole`: it is all of a document, which other ranks of the node will want, too.
+    """
 
     id: int
     node: int
     path: str
     offset: int
     size: int
+    whole: bool = False
 
 
 class HeldBytes(msgspec.Struct, tag="held_bytes", frozen=True):

@@ -13,75 +13,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from safehold.errors import ChecksumError, IntegrityError, StorageFullError, TornFileError
-from safehold.format import crc, document, paths, records
-from safehold.format.records import NodeRecord
+from safehold.agent.memory_images import Image, Share, check_copy, decoded_record, redundancy_key
+from safehold.errors import IntegrityError, StorageFullError, TornFileError
+from safehold.format import document, paths, records
+from safehold.format.redundancy import RedundancyRecord
 from safehold.host import memfd
 from safehold.policy.memory_belief import MAX_TOLD, HeldTold
+from safehold.policy.memory_parity import RedundancyTold
 from safehold.types import CommitId
 
 MAX_DOCUMENT_BYTES = 1 << 30
 PLANS_KEPT = 4
 ROOM_WAIT_S = 5.0
-
-
-@dataclass(slots=True)
-class Image:
-    """The packs of one rank, end to end, from `offset` of `fd`, which is this image's own.
-
-    Attributes:
-        arena_id: Of the arena that it is; -1 for a copy.
-        writers: How many transfers into it are under way.
-        pieces: Offset -> (size, CRC32) of what came of a copy.
-        packs: (offset, size) of each pack inside the image.
-    """
-
-    fd: int
-    size_bytes: int
-    arena_id: int = -1
-    writers: int = 0
-    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
-    packs: list[tuple[int, int]] = field(default_factory=list)
-
-    def crc_of_all(self) -> int | None:
-        """Return the CRC32 of all bytes, if they came without gap or overlap."""
-        end, found = 0, []
-        for offset, (size, value) in sorted(self.pieces.items()):
-            if offset != end:
-                return None
-            end += size
-            found.append((value, size))
-        if end != self.size_bytes:
-            return None
-        return crc.combine([value for value, _ in found], [size for _, size in found])
-
-
-@dataclass(slots=True)
-class Share:
-    """What one node has of a save; see the module. `files`: name of a pack -> (rank, offset, size) in the rank's image."""
-
-    images: dict[int, Image] = field(default_factory=dict)
-    record: bytes = b""
-    objects: bytes = b""
-    whole: bool = False
-    files: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-
-    def seal(self, decoded: NodeRecord) -> None:
-        """It is whole: learn where its packs are."""
-        self.files.clear()
-        for image in self.images.values():
-            image.packs.clear()
-        ends = dict.fromkeys(self.images, 0)
-        for pack in sorted(decoded.packs, key=lambda pack: (pack.rank, pack.part)):
-            start = ends[pack.rank]
-            self.files[pack.file] = (pack.rank, start, pack.size_bytes)
-            self.images[pack.rank].packs.append((start, pack.size_bytes))
-            ends[pack.rank] = start + pack.size_bytes
-        self.whole = True
+ROW_BYTES = 1 << 20
+"""Memory of parity rows is a multiple of it, so that it can be used again where objects have grown a little."""
 
 
 @dataclass(slots=True)
@@ -154,7 +103,7 @@ class Held:
                 )
             if image is None:
                 self._drop_stale(commit, node)
-                image = self._new_image(total, commit, rank)
+                image = self._new_image(total, commit, f"the copy of rank {rank}", rank)
                 share = self._shares.setdefault(
                     (commit, node), share
                 )  # while it was waited for, things may have changed
@@ -169,7 +118,7 @@ class Held:
         known = {*self._documents, self._accepted, commit}
         self._drop_shares([key for key in self._shares if key[1] == node and key[0] not in known])
 
-    def _new_image(self, size: int, commit: CommitId, rank: int) -> Image:
+    def _new_image(self, size: int, commit: CommitId, what: str, rank: int | None = None) -> Image:
         """Take memory for a copy; waits a while for the word that lets the one before the last go, which may come later than the copy."""
         until = time.monotonic() + ROOM_WAIT_S
         while True:
@@ -182,11 +131,11 @@ class Held:
                 os.close(self._free.pop(0).fd)
             taken = self._total()
             if taken + size <= room:
-                return Image(memfd.create(size, f"copy-{rank}", alignable=True), size)
+                return Image(memfd.create(size, "copy", alignable=True), size)
             if not self._lock.wait(until - time.monotonic()):
                 break
-        text = f"the copy of rank {rank} takes {size:,} bytes; {taken:,} of the {room:,} bytes for copies are taken"
-        hint = "raise memory_budget_bytes, or use more nodes or fewer copies; saves to storage go on"
+        text = f"{what} takes {size:,} bytes; {taken:,} of the {room:,} bytes for copies are taken"
+        hint = "raise memory_budget_bytes, or use more nodes or less redundancy; saves to storage go on"
         raise StorageFullError(text, step=commit.step, rank=rank, tier="memory", hint=hint)
 
     def landed(self, fd: int, image: Image, offset: int, size: int, value: int | None) -> None:
@@ -203,20 +152,64 @@ class Held:
         Raises:
             IntegrityError: It is not what the record says.
         """
-        decoded = _decoded(record, commit, node)
+        decoded = decoded_record(record, commit, node)
         with self._lock:
             share = self._shares.get((commit, node))
             if share is None:
                 raise TornFileError("the copy was given up meanwhile", step=commit.step)
-            _check(share, decoded, commit, node, objects)
+            check_copy(share, decoded, commit, node, objects)
             share.record, share.objects = record, objects
             share.seal(decoded)
+
+    # -- redundancy of the own set --------------------------------------------------------------------------------------
+
+    def begin_redundancy(self, commit: CommitId, node: int, row: int, size: int) -> int:
+        """Return a descriptor for a parity row that this node makes, which the caller closes; `end_redundancy` has to follow.
+
+        Raises:
+            StorageFullError: There is no room.
+        """
+        with self._lock:
+            key = redundancy_key(node)
+            self._drop([other for other in self._doubtful if other != commit])
+            self._drop_stale(commit, key)
+            image = self._new_image(-(-size // ROW_BYTES) * ROW_BYTES, commit, f"parity row {row}")
+            image.writers = 1  # until the end is told: it must not become another's meanwhile
+            self._shares.setdefault((commit, key), Share()).images[row] = image
+            return os.dup(image.fd)
+
+    def end_redundancy(self, record: RedundancyRecord, encoded: bytes, told: RedundancyTold) -> None:
+        """The redundancy that this node holds is made, and its rows are written to no more: it counts.
+
+        Raises:
+            TornFileError: The save was given up meanwhile.
+        """
+        with self._lock:
+            share = self._shares.get((record.commit, redundancy_key(record.node)))
+            rows = {one.row for one in record.shares if one.size_bytes}
+            if rows - set(share.images if share is not None else ()):
+                raise TornFileError("the save was given up while its parity was made", step=record.commit.step)
+            share = share or self._shares.setdefault((record.commit, redundancy_key(record.node)), Share())
+            for image in share.images.values():
+                image.writers = 0
+            share.record, share.run_id, share.told = encoded, record.run_id, told
+            share.files = {one.file: (one.row, 0, one.size_bytes) for one in record.shares if one.size_bytes}
+            share.whole = True
+
+    def drop_redundancy(self, commit: CommitId, node: int, *, in_use: bool) -> None:
+        """The redundancy could not be made; `in_use`: somebody may still write to it, so nobody else may."""
+        with self._lock:
+            key = (commit, redundancy_key(node))
+            share = self._shares.get(key)
+            for image in share.images.values() if share is not None else ():
+                image.writers = int(in_use)
+            self._drop_shares([key])
 
     # -- the own share, and documents ------------------------------------------------------------------------------------
 
     def put_own(self, commit: CommitId, node: int, record: bytes, objects: bytes, images: dict[int, Image]) -> None:
         """Take the share of this node; the images are this object's from here on."""
-        decoded = _decoded(record, commit, node)
+        decoded = decoded_record(record, commit, node)
         share = Share(images=images, record=record, objects=objects)
         share.seal(decoded)
         with self._lock:
@@ -306,6 +299,12 @@ class Held:
         while self._free:
             os.close(self._free.pop().fd)
 
+    def _whole(self, commit: CommitId) -> Iterator[tuple[int, Share]]:
+        """Yield the nodes whose share of a checkpoint is here, and the share."""
+        for (at, node), share in self._shares.items():
+            if at == commit and node >= 0 and share.whole:
+                yield node, share
+
     def _commits(self) -> set[CommitId]:
         return {commit for commit, _ in self._shares} | set(self._documents)
 
@@ -336,8 +335,9 @@ class Held:
             found = []
             for commit in sorted(self._commits(), reverse=True)[:MAX_TOLD]:
                 known = self._documents.get(commit)
-                shares = {node: share for (at, node), share in self._shares.items() if at == commit and share.whole}
-                run_id = known.run_id if known is not None else _run_id_of(commit, shares)
+                shares = dict(self._whole(commit))
+                redundancy = [share for (at, node), share in self._shares.items() if at == commit and share.told]
+                run_id = known.run_id if known is not None else _run_id_of(commit, shares, redundancy)
                 knows = known is not None and known.plan_digest in self._plans
                 found.append(
                     HeldTold(
@@ -348,6 +348,7 @@ class Held:
                         believed_by=known.believed_by if known is not None else 0,
                         nodes=known.nodes if known is not None else (),
                         shares=tuple(sorted(shares)),
+                        redundancy=tuple(share.told for share in redundancy if share.told is not None),
                     )
                 )
             return found
@@ -356,18 +357,17 @@ class Held:
         """Return the ranks whose packs of a checkpoint are here, and whether nobody but this agent could write to them since they came."""
         with self._lock:
             found: dict[int, bool] = {}
-            for (at, _), share in self._shares.items():
-                for rank, image in share.images.items() if at == commit and share.whole else ():
+            for _, share in self._whole(commit):
+                for rank, image in share.images.items():
                     found[rank] = found.get(rank, False) or image.arena_id < 0
             return found
 
     def arenas(self, commit: CommitId) -> list[tuple[int, list[tuple[int, int]]]]:
         """Return the arenas of this node's own share of a checkpoint: (id, packs)."""
         with self._lock:
-            own = [share for (at, _), share in self._shares.items() if at == commit and share.whole]
             return [
                 (image.arena_id, list(image.packs))
-                for share in own
+                for _, share in self._whole(commit)
                 for image in share.images.values()
                 if image.arena_id >= 0
             ]
@@ -375,9 +375,9 @@ class Held:
     def block_crcs(self, commit: CommitId, rank: int) -> list[str] | None:
         """Return the encoded checksums of the blocks of a rank's packs, by part."""
         with self._lock:
-            for (at, node), share in self._shares.items():
-                if at == commit and share.whole and rank in share.images:
-                    packs = _decoded(share.record, commit, node).packs
+            for node, share in self._whole(commit):
+                if rank in share.images:
+                    packs = decoded_record(share.record, commit, node).packs
                     return [pack.block_crcs for pack in sorted(packs, key=lambda p: p.part) if pack.rank == rank]
             return None
 
@@ -385,8 +385,8 @@ class Held:
         """Return a duplicate of a rank's image, whose descriptor the caller closes; a copy where there is one."""
         with self._lock:
             best: Image | None = None
-            for (at, _), share in self._shares.items():
-                image = share.images.get(rank) if at == commit and share.whole else None
+            for _, share in self._whole(commit):
+                image = share.images.get(rank)
                 if image is not None and (best is None or image.arena_id < 0):
                     best = image
             if best is None:
@@ -414,10 +414,8 @@ class Held:
         for (at, node), share in self._shares.items():
             if at != commit or not share.whole:
                 continue
-            if name == paths.node_record(node):
-                return Found(data=share.record)
-            if name == paths.node_objects(node):
-                return Found(data=share.objects)
+            if (data := share.document(node, name)) is not None:
+                return Found(data=data)
             if name in share.files:
                 rank, offset, size = share.files[name]
                 return Found(os.dup(share.images[rank].fd), offset, size)
@@ -435,8 +433,11 @@ class Held:
             return {
                 "only_step": newest.step if newest is not None else None,
                 "copies": {
-                    str(node): commit.step for (commit, node), share in sorted(self._shares.items()) if _is_copy(share)
+                    str(node): commit.step
+                    for (commit, node), share in sorted(self._shares.items())
+                    if node >= 0 and _is_copy(share)
                 },
+                "parity": max((commit.step for (commit, _), share in self._shares.items() if share.told), default=None),
                 "copies_bytes": self._total(),
             }
 
@@ -445,31 +446,7 @@ def _is_copy(share: Share) -> bool:
     return share.whole and any(image.arena_id < 0 for image in share.images.values())
 
 
-def _run_id_of(commit: CommitId, shares: dict[int, Share]) -> str:
+def _run_id_of(commit: CommitId, shares: Mapping[int, Share], redundancy: Collection[Share]) -> str:
     for node, share in shares.items():
-        return _decoded(share.record, commit, node).run_id
-    return ""
-
-
-def _decoded(record: bytes, commit: CommitId, node: int) -> NodeRecord:
-    return records.decode_node_record(record, path=f"{paths.checkpoint_dir(commit)}/{paths.node_record(node)}")
-
-
-def _check(share: Share, decoded: NodeRecord, commit: CommitId, node: int, objects: bytes) -> None:
-    """Compare what came with the record that came with it."""
-    step = commit.step
-    if decoded.commit != commit or decoded.node != node:
-        raise TornFileError("the record of another save came", step=step)
-    if len(objects) != decoded.objects_size_bytes or document.digest(objects) != decoded.objects_blake3:
-        raise ChecksumError(f"the objects of node {node} did not come as they are", step=step)
-    by_rank: dict[int, list[tuple[int, int]]] = {}
-    for pack in sorted(decoded.packs, key=lambda pack: (pack.rank, pack.part)):
-        by_rank.setdefault(pack.rank, []).append((pack.crc32, pack.size_bytes))
-    if set(by_rank) != set(share.images):
-        raise TornFileError(f"the copy of node {node} lacks packs of a rank", step=step)
-    for rank, packs in by_rank.items():
-        image = share.images[rank]
-        wanted = crc.combine([value for value, _ in packs], [size for _, size in packs])
-        if sum(size for _, size in packs) != image.size_bytes or image.crc_of_all() != wanted:
-            text = f"the copy of rank {rank} does not match its checksums"
-            raise ChecksumError(text, step=step, rank=rank, tier="memory")
+        return decoded_record(share.record, commit, node).run_id
+    return next((share.run_id for share in redundancy), "")

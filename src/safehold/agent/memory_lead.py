@@ -24,7 +24,7 @@ from safehold.agent import words as w
 from safehold.agent.arenas import Post
 from safehold.agent.means import Spawn, in_thread
 from safehold.agent.memory_copies import read_held
-from safehold.agent.memory_held import Held
+from safehold.agent.memory_held import MAX_DOCUMENT_BYTES, Held
 from safehold.agent.memory_node import NodeMemory, totals
 from safehold.clock import Clock
 from safehold.config import Config
@@ -33,10 +33,12 @@ from safehold.events import EventStream
 from safehold.format import document, paths, records
 from safehold.policy import commit as protocol
 from safehold.policy.memory_belief import Believed, HeldTold, choose
+from safehold.policy.memory_parity import SetHeld
 from safehold.types import CommitId
 
 MAX_SAVES = 64
 REMEMBERED = 4096
+DIGEST_CHARS = 64
 Key = tuple[int, int]
 Done = Callable[[CheckpointError | None], None]
 Found = Callable[[Any, CheckpointError | None], None]
@@ -52,11 +54,24 @@ class Here(Protocol):
     memory: NodeMemory
 
 
+class Teller(Protocol):
+    """What tells nodes."""
+
+    def tell(self, node: int, word: w.Word) -> None:
+        """Tell one."""
+        ...
+
+    def tell_all(self, word: w.Word) -> None:
+        """Tell all."""
+        ...
+
+
 @dataclass(slots=True)
 class _Save:
-    """A memory save without a verdict: nodes that began it so, what each holds, and who has not got the manifest yet."""
+    """A memory save without a verdict: nodes that began it so, what each keeps and holds, and who has not got the manifest yet."""
 
     begun: set[int] = field(default_factory=set)
+    kept: dict[int, w.ShareKept] = field(default_factory=dict)
     held: dict[int, w.HeldHere] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     manifest: bytes = b""
@@ -79,9 +94,9 @@ class MemoryLead:
 
     Args:
         here: This node's session.
+        teller: Tells nodes.
         config: The run's settings.
         held: What this node holds.
-        tell_all: Tells all nodes.
         post: Runs a function in the dispatcher.
         clock: Time, for manifests.
         events: The event stream.
@@ -91,17 +106,18 @@ class MemoryLead:
     def __init__(
         self,
         here: Here,
+        teller: Teller,
         *,
         config: Config,
         held: Held,
-        tell_all: Callable[[w.Word], None],
         post: Post,
         clock: Clock,
         events: EventStream,
         spawn: Spawn = in_thread,
     ) -> None:
         self._spawn = spawn
-        self._here, self._config, self._held, self._tell_all = here, config, held, tell_all
+        self._here, self._config, self._held = here, config, held
+        self._tell, self._tell_all = teller.tell, teller.tell_all
         self._post, self._clock, self._events = post, clock, events
         self._nodes = set(here.world.node_of)
         self._saves: OrderedDict[Key, _Save] = OrderedDict()
@@ -128,7 +144,7 @@ class MemoryLead:
         Raises:
             msgspec.DecodeError: It makes no sense.
         """
-        if not isinstance(report, w.MemoryBegins | w.HeldHere | w.HoldsManifest):
+        if not isinstance(report, w.MemoryBegins | w.HeldHere | w.ShareKept | w.HoldsManifest):
             raise msgspec.ValidationError(f"{type(report).__name__} is not about memory")
         if report.incarnation != self._here.incarnation:
             return
@@ -139,7 +155,9 @@ class MemoryLead:
         save = self._saves.get(key)
         if save is None:
             return
-        if isinstance(report, w.HeldHere):
+        if isinstance(report, w.ShareKept):
+            self._kept(save, node, report)
+        elif isinstance(report, w.HeldHere):
             at = self._here.world.node_of
             if any(not 0 <= rank < len(at) or at[rank] != node for rank, *_ in report.packs):
                 raise msgspec.ValidationError(f"node {node} holds packs of ranks that are not its own")
@@ -150,6 +168,18 @@ class MemoryLead:
             save.waiting.discard(node)
             if not save.waiting:
                 save.end(None)
+
+    def _kept(self, save: _Save, node: int, report: w.ShareKept) -> None:
+        """A node keeps its share; once all of its set do, they protect it."""
+        of = self._here.memory.partners.set_of(node)
+        if of is None or len(report.blake3) != DIGEST_CHARS or not 0 < report.size_bytes < MAX_DOCUMENT_BYTES:
+            raise msgspec.ValidationError(f"node {node} has nothing to tell of a share")
+        save.kept[node] = report
+        if all(member in save.kept for member in of.members):
+            kept = [(member, save.kept[member]) for member in of.members]
+            refs = [(member, told.size_bytes, told.blake3) for member, told in kept]
+            for member in of.members:
+                self._tell(member, w.MakeParity(report.incarnation, report.step, report.attempt, refs))
 
     def _begins(self, key: Key, node: int) -> None:
         self._saves.setdefault(key, _Save()).begun.add(node)
@@ -225,12 +255,15 @@ class MemoryLead:
         save = self._saves.pop((step, attempt), None)
         in_memory = self.is_memory(step, attempt)
         if in_memory and save is not None:
-            keepers = self._here.memory.partners.of
+            partners = self._here.memory.partners
             self.believed = Believed(
                 commit=CommitId(step, self._here.incarnation, attempt),
                 manifest=document.digest(save.manifest),
                 knowers=tuple(sorted(self._nodes)),
-                holders={node: (node, *keepers.get(node, ())) for node in sorted(self._nodes)},
+                holders={node: (node, *partners.of.get(node, ())) for node in sorted(self._nodes)},
+                sets=tuple(
+                    SetHeld(members=of.members, holders={node: node for node in of.members}) for of in partners.sets
+                ),
             )
         elif self.believed is not None and self.believed.commit.step <= step:
             self.believed = None
@@ -297,7 +330,6 @@ class MemoryLead:
                 self._words, self.believed = (*self._words, text), None
                 self.find(step, bad, value, error, then)
                 return
-            holders = {node: list(nodes) for node, nodes in believed.holders.items()}
             offer = {
                 **found,
                 "commit": _wire(believed.commit),
@@ -306,7 +338,7 @@ class MemoryLead:
                 "any_commit": True,
                 "tier": "memory",
                 "holders": {},
-                "in_memory_of": {**holders, -1: list(believed.knowers)},
+                "in_memory_of": believed.to_wire(),
             }
             then(offer, None)
 

@@ -2,6 +2,7 @@
 
 A memory save is staged and checksummed as any other. Then this node makes its record and objects, which lie in memory beside the arenas,
 sends all three to its partners, and tells the lead once they have confirmed it. When all nodes have, the lead tells the manifest to all.
+With parity it keeps them, and once all nodes of its redundancy set do, it makes its parity of what the others keep (`memory_protect`).
 
 Invariants: used from the dispatcher thread only; what takes time runs in threads, ends by a deadline, and comes back as an event. A save is
 let in only if all that memory saves take fits the budget, in full, on this node. What a checkpoint holds here is dropped when a later one
@@ -22,6 +23,7 @@ from safehold.agent import words as w
 from safehold.agent.arenas import Arena, ArenaPool, Post
 from safehold.agent.means import Spawn, in_thread
 from safehold.agent.memory_copies import KIND, Effort, Receiving, provider, read_held
+from safehold.agent.memory_protect import Protecting
 from safehold.agent.memory_share import share_of
 from safehold.agent.net.seam import Network
 from safehold.agent.node_save import NodeSave, Peer
@@ -34,13 +36,13 @@ from safehold.host.idle import KernelIdleCores
 from safehold.pipeline.pacing import Pacer
 from safehold.policy.memory_belief import HeldTold
 from safehold.policy.memory_need import Need, Partners, partners
+from safehold.policy.memory_parity import padded_bytes
 from safehold.types import CommitId
 
 if TYPE_CHECKING:
     from safehold.agent.session import Session
 
 PIECE_BLOCKS = 4
-PACK_SUFFIX = ".safetensors"
 Then = Callable[[Any, CheckpointError | None], None]
 
 
@@ -85,8 +87,15 @@ class NodeMemory:
         self._pacer: Pacer | None = None
         self.partners = Partners(of={here.node: ()})
         if self.is_used:
-            self.partners = partners(len(here.world.node_names), here.world.domains, config.memory_copies)
+            num_nodes, domains = len(here.world.node_names), here.world.domains
+            self.partners = partners(num_nodes, domains, config.memory_copies, config.memory_parity)
         self._wards = self.partners.wards(here.node)
+        self._speakers = self.partners.speakers(here.node)
+        self._protecting: Protecting | None = None
+        self._set = self.partners.set_of(here.node)
+        if self._set is not None:
+            facts: dict[str, Any] = {"config": config, "held": pool.held, "effort": self._effort}
+            self._protecting = Protecting(here, self._set, post=post, spawn=spawn, **facts)
 
     @property
     def is_used(self) -> bool:
@@ -121,13 +130,19 @@ class NodeMemory:
         self._wanted[rank] = arena_bytes
         if len(self._wanted) < len(self._here.local_ranks):
             return
-        for node in self.partners.of.get(self._here.node, ()):
-            self._here.send(node, w.CopyNeeds(sum(self._wanted.values())))
+        size_bytes = sum(self._wanted.values()) if self._set is None else self._padded_bytes()
+        for node in self.partners.listeners(self._here.node):
+            self._here.send(node, w.CopyNeeds(size_bytes))
         self._consider()
 
+    def _padded_bytes(self) -> int:
+        """What this node's share takes in the stripes of its set, as far as arenas tell."""
+        most = max(self._wanted.values(), default=0)
+        return padded_bytes(self._wanted.values(), num_files=1 + most // self._config.pack_size_bytes)
+
     def ward_needs(self, node: int, size_bytes: int) -> None:
-        """Another node says what a copy of its share takes."""
-        if node in self._wards:
+        """Another node says what a copy of its share takes, or what its share takes in the stripes of its set."""
+        if node in self._speakers:
             self._ward_bytes[node] = size_bytes
             self._consider()
 
@@ -138,6 +153,8 @@ class NodeMemory:
             own_bytes=sum(self._wanted.values()),
             num_ranks=len(self._wanted),
             wards={names[node]: size for node, size in self._ward_bytes.items()},
+            of=self._set,
+            padded_bytes=self._padded_bytes() if self._set is not None else 0,
         )
         budget = self._pool.usable_bytes()
         node = names[self._here.node]
@@ -148,7 +165,7 @@ class NodeMemory:
             hint = "raise memory_budget_bytes, use more nodes, or set flush_every=1; saves to storage go on"
             self._refusal = ConfigurationError(text, node=node, hint=hint)
             self._pool.reserved_bytes = 0
-        elif len(self._wanted) == len(self._here.local_ranks) and len(self._ward_bytes) == len(self._wards):
+        elif len(self._wanted) == len(self._here.local_ranks) and len(self._ward_bytes) == len(self._speakers):
             self._note(
                 f"memory saves take {need.words()} of host memory on node {node}, of a budget of {budget:,} bytes"
             )
@@ -223,6 +240,15 @@ class NodeMemory:
     def _shared(
         self, commit: CommitId, record: bytes, objects: bytes, error: CheckpointError | None, then: Then
     ) -> None:
+        cancelled = self._sendings.get(commit)
+        if self._protecting is not None and error is None and cancelled is not None and not cancelled.is_set():
+            done = lambda error: self._safe(commit, record, objects, error, then)  # noqa: E731
+            self._protecting.kept(commit, record, cancelled, done)
+            return
+        self._safe(commit, record, objects, error, then)
+
+    def _safe(self, commit: CommitId, record: bytes, objects: bytes, error: CheckpointError | None, then: Then) -> None:
+        """The share is in memory here, and as safe as it can be; or there was an error on the way."""
         cancelled = self._sendings.pop(commit, None)
         if (
             error is not None or cancelled is None or cancelled.is_set()
@@ -237,6 +263,11 @@ class NodeMemory:
         if commit.incarnation == self._here.incarnation:
             self._here.report(w.HeldHere(commit.incarnation, commit.step, commit.attempt, packs, len(objects)))
         then({"size_bytes": len(record), "blake3": document.digest(record)}, None)
+
+    def make_parity(self, word: w.MakeParity) -> None:
+        """All nodes of the redundancy set keep their shares of a save."""
+        if word.incarnation == self._here.incarnation and self._protecting is not None:
+            self._protecting.make_parity(word)
 
     # -- what the lead says ----------------------------------------------------------------------------------------------
 
@@ -298,6 +329,8 @@ class NodeMemory:
         cancelled = self._sendings.get(commit)
         if cancelled is not None:
             cancelled.set()
+        if self._protecting is not None:
+            self._protecting.abandoned(commit)
         if in_doubt:
             self._held.doubt(commit)
         else:
@@ -380,8 +413,7 @@ class NodeMemory:
         if not 0 <= message.node < len(names) or not 0 <= message.offset < 1 << 50 or not 0 < message.size < 1 << 40:
             raise ConfigurationError(f"there is no such part of {message.path!r}", rank=peer.rank, path=message.path)
         name = names[message.node] if message.node != self._here.node else None
-        is_document = not message.path.endswith(PACK_SUFFIX)
-        if is_document and (found := self._held.find(message.path)) is not None:
+        if message.whole and (found := self._held.find(message.path)) is not None:
             name = None
             if found.fd >= 0:
                 os.close(found.fd)
@@ -397,7 +429,7 @@ class NodeMemory:
                     message.size,
                     self._config.stall_timeout_s,
                 )
-                if is_document and name is not None and not message.offset:
+                if message.whole and name is not None:
                     self._held.cache(message.path, os.pread(fd, message.size, 0))
             except CheckpointError as exc:
                 peer.refuse(message.id, exc)
@@ -424,6 +456,8 @@ class NodeMemory:
             "is_used": self.is_used,
             "partners": [names[node] for node in self.partners.of.get(self._here.node, ())],
             "keeps_for": [names[node] for node in self._wards],
+            "parity": str(self._config.memory_parity) if self._set is not None else None,
+            "parity_set": [names[node] for node in self._set.members] if self._set is not None else [],
             "refused": self._refusal.message if self._refusal is not None else None,
         }
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from safehold.agent.memory_copies import Effort, Sending
-from safehold.agent.memory_held import Held, Image
+from safehold.agent.memory_held import Held
+from safehold.agent.memory_images import Image
 from safehold.agent.net.seam import Network
 from safehold.agent.node_save import NodeSave
 from safehold.host import memfd

@@ -293,7 +293,7 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         holders: With node-local flash: at which node the files are that each node of the checkpoint wrote.
         fetched: It was brought back from the second place for this restore.
         tier: Where it is: `flash`, or `memory`: on no storage.
-        in_memory_of: With `memory`: node of the save -> nodes that have its share; -1 -> those that have the plan.
+        in_memory_of: With `memory`: who has what of it; see `policy.memory_belief.Where`.
         documents: Size and digest of all documents in one piece, the manifest among them, which each agent hands out (`document_messages`).
     """
 

@@ -117,6 +117,16 @@ class HeldHere(msgspec.Struct, tag="held_here", frozen=True):
     objects_bytes: int
 
 
+class ShareKept(msgspec.Struct, tag="share_kept", frozen=True):
+    """With parity: a node keeps its own share of a memory save; size and digest of its record."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    size_bytes: int
+    blake3: str
+
+
 class HoldsManifest(msgspec.Struct, tag="holds_manifest", frozen=True):
     """A node has the manifest of a memory save, and its plan; or an error says why not. Answers `HoldManifest`."""
 
@@ -205,6 +215,18 @@ class Committed(msgspec.Struct, tag="committed", frozen=True):
     step: int
     attempt: int
     in_memory: bool = False
+
+
+class MakeParity(msgspec.Struct, tag="make_parity", frozen=True):
+    """All members of a node's redundancy set keep their shares of a memory save: it makes its parity, and then tells `HeldHere`.
+
+    `refs`: (node, size, digest) of their records, in the order of the ring.
+    """
+
+    incarnation: int
+    step: int
+    attempt: int
+    refs: list[tuple[int, int, str]]
 
 
 class HoldManifest(msgspec.Struct, tag="hold_manifest", frozen=True):
@@ -375,7 +397,7 @@ class DocumentsTold(msgspec.Struct, tag="documents_told", frozen=True):
 
 
 class CopyNeeds(msgspec.Struct, tag="copy_needs", frozen=True):
-    """To a partner: how many bytes a copy of this node's share takes."""
+    """To a partner: how many bytes a copy of this node's share takes; with parity: its data in the stripes of the set."""
 
     size_bytes: int
 
@@ -394,6 +416,7 @@ Report = (
     | Wants
     | MemoryBegins
     | HeldHere
+    | ShareKept
     | HoldsManifest
     | Came
     | ProtectedHere
@@ -405,6 +428,7 @@ Word = (
     | Opened
     | Committed
     | Abandoned
+    | MakeParity
     | HoldManifest
     | Protect
     | ProtectionOver

@@ -103,7 +103,7 @@ class _Finder:
         of, stored = set_of(first[0]), first[1]
         decoded = [node_record(data, self._manifest, other) for data, other in zip(stored, of.members, strict=True)]
         held = {of.members.index(other): found[0] for other in agreed if (found := self._read[other]) is not None}
-        view = view_of(self._manifest, of, decoded, stored, held)
+        view = view_of(self._manifest.commit, of, decoded, stored, held)
         return LostNode(Symbols(view, self._members, asked), of.members.index(node))
 
 

@@ -12,7 +12,7 @@ Must not live here: who is in which set (`policy.placement`), how other nodes ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,9 @@ from safehold.pipeline.symbols import BLOCK, Members, SetView, Symbols, read_doc
 from safehold.policy.placement import RedundancySet
 from safehold.tiers.base import PackWriter, Tier
 
-__all__ = ["Effort", "Members", "check_against", "coefficients_of", "node_record", "protect", "set_of"]
+__all__ = ["Effort", "Members", "check_against", "coefficients_of", "make_shares", "node_record", "protect", "set_of"]
+
+Create = Callable[[str, int], PackWriter]
 
 
 def protect(
@@ -69,10 +71,9 @@ def protect(
     _clear(tier, directory, node)
     stored = [_read_record(tier, members, manifest, member, own=member == node, watch=watch) for member in of.members]
     decoded = [node_record(data, manifest, ref.node) for data, ref in zip(stored, refs, strict=True)]
-    view = view_of(manifest, of, decoded, stored)
-    maker = _Maker(tier, view, of.members.index(node), members, effort, watch)
+    view = view_of(manifest.commit, of, decoded, stored)
     try:
-        shares = tuple(maker.share(row) for row in range(of.num_parity))
+        shares = make_shares(view, node, members, tier.create_pack, effort=effort, watch=watch)
         tier.sync_tree(directory)
         _check_committed(tier, manifest)
         record = RedundancyRecord(
@@ -92,6 +93,26 @@ def protect(
         _clear_quietly(tier, directory, node)
         raise
     return record
+
+
+def make_shares(
+    view: SetView, node: int, members: Members, create: Create, *, effort: Effort, watch: Watch
+) -> tuple[ShareRecord, ...]:
+    """Make a node's parity rows from verified blocks of the other members, wherever they are kept.
+
+    Args:
+        view: The set.
+        node: This node, a member.
+        members: The other members' bytes.
+        create: (path, size) -> where a row is written.
+        effort: Threads, memory and pace.
+        watch: The deadline.
+
+    Raises:
+        CheckpointError: As for `protect`; the rows that were not finished are aborted.
+    """
+    maker = _Maker(view, view.of.members.index(node), members, create, effort, watch)
+    return tuple(maker.share(row) for row in range(view.of.num_parity))
 
 
 def set_of(record: RedundancyRecord) -> RedundancySet:
@@ -137,9 +158,9 @@ class _Maker:
     """Makes the shares of one member."""
 
     def __init__(
-        self, tier: Tier, view: SetView, position: int, members: Members, effort: Effort, watch: Watch
+        self, view: SetView, position: int, members: Members, create: Create, effort: Effort, watch: Watch
     ) -> None:
-        self._tier, self._view, self._position = tier, view, position
+        self._create, self._view, self._position = create, view, position
         self._effort, self._watch = effort, watch
         self._symbols = Symbols(view, members, view.of.members)
 
@@ -151,7 +172,7 @@ class _Maker:
         name = paths.redundancy_share(of.members[self._position], row)
         crcs = np.zeros(crc.num_blocks(size), dtype=np.uint32)
         if size:
-            writer = self._tier.create_pack(f"{self._view.directory}/{name}", size)
+            writer = self._create(f"{self._view.directory}/{name}", size)
             with written(writer):
                 in_threads(
                     self._jobs(len(crcs)),
@@ -204,7 +225,7 @@ class _Maker:
 
     def _refusal(self, node: int) -> CheckpointError:
         """Return why a member's bytes could not be had."""
-        step = self._view.manifest.commit.step
+        step = self._view.commit.step
         found = next((fault for fault in self._symbols.faults if fault.node == node), None)
         if found is None:
             return TornFileError("a block cannot be had", step=step, node=str(node))

@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from safehold.errors import CheckpointError, ChecksumError, IntegrityError, StorageError, TornFileError
 from safehold.format import crc, paths, redundancy
-from safehold.format.records import Manifest, NodeRecord
+from safehold.format.records import NodeRecord
 from safehold.format.redundancy import RedundancyRecord
 from safehold.policy.placement import RedundancySet
 from safehold.policy.stripes import Geometry, stream_of
+from safehold.types import CommitId
 
 BLOCK: Final = crc.BLOCK_BYTES
 MAX_STORAGE_ERRORS: Final = 8
@@ -76,7 +77,7 @@ class SetView:
     """A redundancy set of one checkpoint: documents that are verified and agree.
 
     Attributes:
-        manifest: The commit record.
+        commit: The checkpoint.
         of: The set.
         records: Node records of its members, in the order of the ring.
         stored: The same as stored.
@@ -84,7 +85,7 @@ class SetView:
         held: Position -> what that member says it holds; who did not answer or finish is not there.
     """
 
-    manifest: Manifest
+    commit: CommitId
     of: RedundancySet
     records: tuple[NodeRecord, ...]
     stored: tuple[bytes, ...]
@@ -94,11 +95,11 @@ class SetView:
     @property
     def directory(self) -> str:
         """The checkpoint's directory inside the run directory."""
-        return paths.checkpoint_dir(self.manifest.commit)
+        return paths.checkpoint_dir(self.commit)
 
 
 def view_of(
-    manifest: Manifest,
+    commit: CommitId,
     of: RedundancySet,
     records: Sequence[NodeRecord],
     stored: Sequence[bytes],
@@ -112,9 +113,7 @@ def view_of(
         if [share.size_bytes for share in record.shares]
         == [geometry.share_bytes(of.stripe_of_row(position, row)) for row in range(of.num_parity)]
     }
-    return SetView(
-        manifest=manifest, of=of, records=tuple(records), stored=tuple(stored), geometry=geometry, held=fitting
-    )
+    return SetView(commit=commit, of=of, records=tuple(records), stored=tuple(stored), geometry=geometry, held=fitting)
 
 
 class Symbols:

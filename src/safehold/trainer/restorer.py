@@ -64,7 +64,7 @@ class RestoreReport:
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
         source: Where they came from: `memory`, `partner` (memory of other nodes), `flash` (`remote` if it was fetched from there first),
-            `peers` (passed on by another node), `copy` or `parity` (of a node that was lost), joined by `+`.
+            `peers` (passed on by another node), `copy` or `parity` (of a node that was lost, on flash or in memory), joined by `+`.
         bytes_by_source: The bytes from each.
         storage_bytes: Bytes that this rank has read from storage, for itself and for others.
         node_storage_bytes: The same of all ranks of this node, where bytes are passed on between nodes; else 0.
@@ -251,7 +251,7 @@ class Restorer:
         assert offer.step is not None
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
         if offer.tier == "memory":
-            attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of)
+            attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of, offer.manifest)
         if offer.documents is not None:
             attempt.handed_out = HandedOut(self._run.client, self._config, offer)
         with self._events.span("documents", step=offer.step, rank=self._rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,14 @@ from several_nodes import Job
 from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.clock import new_token
+from safehold.config import Config
+from safehold.errors import TornFileError, from_wire
 from safehold.format import crc, paths
 from safehold.format.pack import BLOCK
+from safehold.host import memfd
 from safehold.host.memfd import Mapping
+from safehold.trainer.connection import Run
+from safehold.trainer.held_tier import HeldTier
 from safehold.types import CommitId
 
 PACK_BYTES = 2 * BLOCK
@@ -26,6 +32,7 @@ class MemoryJob(Job):
 
     def __init__(self, num_nodes: int = 4, per_node: int = 1, *, copies: int = 1, domains: Any = (), **settings: Any):
         self.domains = list(domains)
+        self.sizes: dict[int, int] = {}  # rank -> bytes that it saves, where they are not PACK_BYTES
         settings = {"flush_every": 1000, "memory_copies": copies, "flush_busy_share": 0.0, "flush_nice": 0, **settings}
         super().__init__(num_nodes, per_node, **settings)
 
@@ -34,7 +41,10 @@ class MemoryJob(Job):
         return m.World(world.token, world.world_size, world.node_of, world.node_names, self.domains)
 
     def bytes_of(self, rank: int, step: int) -> bytes:
-        return np.random.default_rng((rank, step)).bytes(PACK_BYTES)
+        return np.random.default_rng((rank, step)).bytes(self.size_of(rank))
+
+    def size_of(self, rank: int) -> int:
+        return self.sizes.get(rank, PACK_BYTES)
 
     def stage_memory(self, rank: int, step: int, attempt: int = 0) -> None:
         """A rank of a memory save has staged, and its arena is checksummed."""
@@ -42,14 +52,14 @@ class MemoryJob(Job):
         arena = self.pools[node].of(rank)
         data = self.bytes_of(rank, step)
         with Mapping(arena.fd, arena.size_bytes) as mapping:
-            mapping.view[:PACK_BYTES] = data
+            mapping.view[: len(data)] = data
         self.send(rank, m.Staged(-1, step, attempt, {f"object-{rank}": b"\x01" * rank}))
         blocks = crc.crc_blocks(data)
         record = {
             "file": paths.pack(node, rank, 0),
             "rank": rank,
             "part": 0,
-            "size_bytes": PACK_BYTES,
+            "size_bytes": len(data),
             "crc32": crc.crc(data),
             "block_crcs": crc.encode_crcs(blocks),
         }
@@ -70,7 +80,8 @@ class MemoryJob(Job):
         """A whole memory save."""
         count = len(self.verdicts(0))
         for rank in range(self.world_size):
-            self.begin(rank, step, attempt, packs=[(0, PACK_BYTES)], arena_bytes=PACK_BYTES, **SAVE)
+            size = self.size_of(rank)
+            self.begin(rank, step, attempt, packs=[(0, size)], arena_bytes=size, **SAVE)
         for rank in range(self.world_size):
             self.stage_memory(rank, step, attempt)
         self.settle_threads(lambda: all(len(self.verdicts(rank)) > count for rank in range(self.world_size)))
@@ -128,6 +139,19 @@ class MemoryJob(Job):
         reply = self.answer_to(rank, ask)
         return reply if isinstance(reply, m.Refused) else peer.taken[ask]
 
+    def tier_of(self, rank: int, offer: m.RestoreOffer) -> HeldTier:
+        """What a rank's restore reads an offer by."""
+        run = Run(
+            client=_Client(self, rank),  # type: ignore[arg-type]
+            world=self.world,
+            run_id="run",
+            newest_step=None,
+            notes=[],
+            generations=2,
+        )
+        commit = CommitId(offer.step, offer.incarnation, offer.attempt)
+        return HeldTier(run, Config(), commit, offer.in_memory_of, offer.manifest)
+
     def wait_for(self, reached: Any, timeout_s: float = 10.0) -> None:
         import time
 
@@ -151,6 +175,42 @@ class MemoryJob(Job):
             if isinstance(found, bytes):
                 return found
         return None
+
+
+def restored(job: MemoryJob, offer: m.RestoreOffer, rank: int, old: int) -> bytes:
+    """The pack of an old rank, as the restore of a rank gets it: from the first source that has it."""
+    tier = job.tier_of(rank, offer)
+    plan: Any = SimpleNamespace(nodes={old: old})
+    checkpoint: Any = SimpleNamespace(plan=plan, pack_path=lambda rank, part: pack_path(offer, rank))
+    size, last = job.size_of(old), None
+    for source in tier.sources(checkpoint, old, 0):
+        try:
+            return bytes(source.read(0, size, memoryview(bytearray(size))))
+        except TornFileError as exc:
+            last = exc
+    raise last or AssertionError("no source")
+
+
+def pack_path(offer: m.RestoreOffer, old: int) -> str:
+    commit = CommitId(offer.step or 0, offer.incarnation, offer.attempt)
+    return f"{paths.checkpoint_dir(commit)}/{paths.pack(old, old, 0)}"
+
+
+class _Client:
+    """A rank's way to its agent."""
+
+    alive = True
+
+    def __init__(self, job: MemoryJob, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def request(self, message: Any, expect: type, timeout_s: float, doing: str) -> tuple[Any, list[int]]:
+        found = self.job.read(self.rank, message.node, message.path, message.size, message.offset)
+        if isinstance(found, m.Refused):
+            raise from_wire(found.error)
+        fd = memfd.create(len(found), "read")
+        os.pwrite(fd, found, 0)
+        return held_messages.HeldBytes(0, len(found)), [fd]
 
 
 def content(fd: int) -> bytes:

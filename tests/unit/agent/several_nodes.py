@@ -71,7 +71,8 @@ class Wire:
         if source is None or offset + len(view) > source.size:
             raise TornFileError(f"node {name} does not have {what}", node=name)
         try:
-            view[:] = os.pread(source.fd, len(view), source.offset + offset)
+            data = os.pread(source.fd, len(view), source.offset + offset)
+            view[:] = self.job.spoil_read(name, self.name, what, data)
         finally:
             os.close(source.fd)
         self.job.read_bytes[name] += len(view)
@@ -119,6 +120,7 @@ class Job:
         self.copiers = [FakeFlusher({"copy_cancel": True, "copy_leave": None}) for _ in self.names]
         self.pools = [ArenaPool(self.work.post, 0, released=flusher.forget) for flusher in self.flushers]
         self.spoil: Callable[[str, str, str, bytes], bytes] = lambda source, target, what, data: data
+        self.spoil_read = self.spoil
         self.settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then()
         self.sessions = [self.start(node) for node in range(num_nodes)]
         self.peers = [FakePeer(rank) for rank in range(self.world_size)]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from safehold.agent import memory_held
-from safehold.agent.memory_held import Held, Image
+from safehold.agent.memory_held import Held
+from safehold.agent.memory_images import Image
 from safehold.errors import ChecksumError, StorageFullError, TornFileError
 from safehold.format import crc, document, paths, records
 from safehold.host import memfd

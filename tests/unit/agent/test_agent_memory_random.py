@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from memory_nodes import PACK_BYTES, SAVE, MemoryJob
+from memory_nodes import PACK_BYTES, SAVE, MemoryJob, restored
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
@@ -23,10 +23,15 @@ def unreachable() -> bytes:
 class Story:
     """One run of saves and starts, by a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, parity: str = "") -> None:
         self.random = random.Random(seed)
         self.told: list[str] = [f"seed {seed}"]
-        self.job = MemoryJob(NODES, copies=self.random.choice((1, 1, 2)))
+        copies = self.random.choice((1, 1, 2))
+        self.job = MemoryJob(NODES, copies=1 if parity else copies, memory_parity=parity)
+        if parity:
+            sizes = (4096, PACK_BYTES, 3 << 20, (1 << 20) + 4096)
+            self.job.sizes = {rank: self.random.choice(sizes) for rank in range(NODES)}
+        self.parity = parity
         self.step = 0
         self.durable = 0  # the last step that any rank was told of
         self.saved: set[int] = set()
@@ -39,14 +44,19 @@ class Story:
         self.told.append(f"save {self.step} {fault}")
         victim = self.random.randrange(NODES)
         for rank in range(NODES):
-            job.begin(rank, self.step, packs=[(0, PACK_BYTES)], arena_bytes=PACK_BYTES, **SAVE)
+            size = job.size_of(rank)
+            job.begin(rank, self.step, packs=[(0, size)], arena_bytes=size, **SAVE)
         if fault == "stage":
             error = StorageError("no").to_wire()
             job.send(victim, m.StageFailed(-1, self.step, 0, error))
         elif fault == "spoil":
             job.spoil = lambda source, target, what, data: data[:-1] + b"\x00" if source == f"n{victim}" else data
+            job.spoil_read = lambda source, target, what, data: (
+                data[:-1] + bytes([data[-1] ^ 1]) if source == f"n{victim}" and "plan" not in what else data
+            )
         elif fault == "cut":
             job.spoil = lambda source, target, what, data: unreachable() if source == f"n{victim}" else data
+            job.spoil_read = job.spoil
         elif fault in ("publish", "lead"):
             job.sessions[max(1, victim)].memory.hold_manifest = lambda word: None
         told = len(job.told(w.HoldManifest))
@@ -66,7 +76,7 @@ class Story:
 
     def heal(self) -> None:
         job = self.job
-        job.spoil = lambda source, target, what, data: data
+        job.spoil = job.spoil_read = lambda source, target, what, data: data
         for session in job.sessions:
             session.memory.__dict__.pop("hold_manifest", None)
         for one in range(NODES):
@@ -77,7 +87,8 @@ class Story:
 
     def restart(self) -> None:
         job = self.job
-        copies = len(job.sessions[0].memory.partners.of[0])
+        partners = job.sessions[0].memory.partners
+        copies = partners.sets[0].num_parity if self.parity else len(partners.of[0])
         lost = set(self.random.sample(range(NODES), self.random.randint(0, copies))) if self.is_protected else set()
         self.told.append(f"start without {lost}")
         job.restart(lost)
@@ -88,12 +99,22 @@ class Story:
         if found:
             assert found in self.saved, self.told
             for old in range(NODES):
-                data: Any = job.pack_of(offers[old], old, old, old)
+                data: Any = restored(job, offers[old], old, old)
                 assert data == job.bytes_of(old, found), self.told
             for phase in ("planned", "verified"):
                 for rank in range(NODES):
                     job.send(rank, m.Vote(0, offers[0].round, phase))
         self.durable, self.is_protected = found, False
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("parity", ["xor:4", "rs:2+2"])
+def test_what_was_told_to_be_durable_comes_back_by_parity(seed: int, parity: str) -> None:
+    story = Story(seed, parity)
+    for _ in range(3):
+        for _ in range(story.random.randint(1, 4)):
+            story.save()
+        story.restart()
 
 
 @pytest.mark.parametrize("seed", [*range(20), 48, 54, 70])  # the last ones have found something
