@@ -115,6 +115,7 @@ class Checkpointer:
                 every_seconds=self._every.seconds or 0.0,
                 notify=self._notify,
                 lost=self._lost,
+                same={"every": str(self._every), "keep": repr(self._keep)},
             )
         try:
             self._set_up(random_states)
@@ -123,10 +124,7 @@ class Checkpointer:
             raise
         self._newest = self._run.newest_step
         if self.rank == 0:
-            for note in self._run.notes:
-                log.info("safehold: %s", note)
-            for warning in self._run.warnings:
-                log.warning("safehold: %s", warning)
+            self._run.tell_user()
         atexit.register(self._at_exit)
 
     def _set_up(self, random_states: bool) -> None:

@@ -279,12 +279,16 @@ def node_name() -> str:
     """Return what names this node: `SAFEHOLD_NODE`, else host name and boot id."""
     if name := os.environ.get("SAFEHOLD_NODE"):
         return name
+    return f"{os.uname().nodename}/{boot_id()[:8]}"
+
+
+def boot_id() -> str:
+    """Return what the kernel calls this start of the machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()[:8]
+            return file.read().strip()
     except OSError:
-        boot = "unknown"
-    return f"{os.uname().nodename}/{boot}"
+        return "unknown"
 
 
 def membership(store: Store | None = None, rank: int | None = None, world_size: int | None = None) -> Membership:
