@@ -16,6 +16,7 @@ class Here(Protocol):
     run_id: str
     incarnation: int
     ended_by: int
+    local_flash: bool
 
     def hear(self, word: w.Word) -> None:
         """Take a word of the lead."""

@@ -151,9 +151,13 @@ class SeeFile(msgspec.Struct, tag="see_file", frozen=True):
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
-    """How the run directory is to be used: as one directory, or as the union of the nodes' own disks."""
+    """How the run directory is to be used: as one directory, or as the union of the nodes' own disks.
+
+    `again`: for who may have missed it.
+    """
 
     local_flash: bool
+    again: bool = False
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):

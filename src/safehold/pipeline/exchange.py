@@ -39,6 +39,9 @@ _counts: dict[tuple[str, int, int], int] = {}
 class Exchange:
     """One round of start-up talk.
 
+    Attributes:
+        heed: Asked while this rank waits for others: why there is no use in that; None: there is.
+
     Args:
         membership: Who takes part.
         name: Tells several constructors of one job apart; the same on all ranks.
@@ -59,6 +62,7 @@ class Exchange:
         self._has_met = self._store is None
         self._timeout_s = timeout_s
         self._gathered = ""
+        self.heed: Callable[[], CheckpointError | None] = lambda: None
 
     def put(self, key: str, value: Any) -> None:
         """Tell everybody."""
@@ -234,6 +238,9 @@ class Exchange:
     def _raise_if_failed(self) -> None:
         if self._has(failed := f"{self._prefix}/failed"):
             raise from_wire(self._read(failed))
+        if (error := self.heed()) is not None:
+            self._write(failed, error.to_wire())
+            raise error
 
     def _give_up(self, late: str, limit_s: float) -> NoReturn:
         error = self._late_error(late, limit_s)

@@ -20,10 +20,10 @@ from safehold.agent.net.addresses import way_to
 from safehold.agent.protector import scheme_of
 from safehold.agent.start import choose_slot
 from safehold.config import Config
-from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError
+from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError, from_wire
 from safehold.host.memfd import Mapping
 from safehold.host.runtime import RunSlot
-from safehold.pipeline.exchange import Exchange
+from safehold.pipeline.exchange import Exchange, node_name
 from safehold.tiers.base import Tier
 from safehold.tiers.open import open_tier
 from safehold.trainer import meeting
@@ -101,14 +101,15 @@ def open_run(
         scheme = scheme_of(config)
         world = m.World(**exchange.decide("world", lambda: meeting.world_of(gathered or [], membership, scheme)))
         slot = _slot(exchange, world, rank, url, config)
-        client = AgentClient(
+        start = _Start(notify)
+        client = start.client = AgentClient(
             url=url,
             slot=slot,
             rank=rank,
             config=config,
             keep=keep,
             every_seconds=every_seconds,
-            notify=notify,
+            notify=start.notify,
             lost=lost,
             listen=config.storage_interface or way_to(os.environ.get(meeting.LAUNCHER_VARIABLE, "")),
         )
@@ -119,12 +120,37 @@ def open_run(
             error = exc
         try:
             exchange.agree("connected", error)
+            exchange.heed = start.failure
             if len(world.node_names) > 1:
                 _meet(exchange, client, world, config)
             return _join(exchange, client, world, config)
         except BaseException:
             client.close(linger=True)
             raise
+
+
+class _Start:
+    """What ends a start of the job while its ranks wait for each other: their agents, or one of them, can go on no more."""
+
+    def __init__(self, notify: Callable[[m.Reply], None]) -> None:
+        self._notify = notify
+        self._lost: CheckpointError | None = None
+        self.client: AgentClient | None = None
+
+    def notify(self, reply: m.Reply) -> None:
+        """Take a notification of the agent."""
+        if isinstance(reply, m.NodeLost):
+            self._lost = self._lost or from_wire(reply.error)
+        else:
+            self._notify(reply)
+
+    def failure(self) -> CheckpointError | None:
+        """Return why there is no use in waiting for the other ranks; None: there is."""
+        if self._lost is not None or self.client is None or self.client.alive:
+            return self._lost
+        hint = "see its log ('safehold agents' shows where), and start the job again"
+        text = "the agent of this node died while the run was being opened"
+        return AgentUnavailableError(text, rank=self.client.rank, node=node_name(), hint=hint)
 
 
 def _meet(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> None:
