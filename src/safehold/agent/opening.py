@@ -91,8 +91,8 @@ class Opening:
             ready = lambda: places.when_ready(self._flusher, session.config, settled)  # noqa: E731
         else:
             ready = settled
+        others.ask(deadline_s)  # first: what nobody was asked for is over at once
         self._sessions.settle_old(session, ready, deadline_s)
-        others.ask(deadline_s)
 
     def _settled(self) -> None:
         head = self._session.head

@@ -154,6 +154,21 @@ def test_no_incarnation_is_opened_for_ranks_that_have_left(who: str, when: str) 
     assert isinstance(peer.refusal(), RankLostError)
 
 
+def test_others_are_waited_for_where_this_node_has_nothing_to_settle() -> None:
+    job = Job(num_nodes=2, opened=False, flash="shared")
+    sessions = Sessions(job)
+    sessions.settle_old = lambda session, then, deadline_s: then()  # type: ignore[method-assign]
+    elsewhere: list[Any] = []
+    job.settle_old = lambda session, then, deadline_s: elsewhere.append(then)
+    peer, flusher = job.peers[0], job.flushers[0]
+    Opening(sessions, job.sessions[0], peer, m.OpenRun(7), flusher=flusher, pool=job.pools[0]).begin()  # type: ignore[arg-type]
+    job.deliver()
+    assert len(elsewhere) == 1 and not flusher.open("open_run")
+    elsewhere[0]()
+    job.deliver()
+    assert len(flusher.open("open_run")) == 1
+
+
 def test_a_session_that_ends_while_it_waits_for_others_lets_the_job_before_go_on() -> None:
     job = Job(num_nodes=2, opened=False)
     session, flusher, peer = job.sessions[0], job.flushers[0], job.peers[0]
