@@ -33,7 +33,7 @@ from safehold.trainer.preparing import quietly
 from safehold.trainer.remote import resolve
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
-from safehold.trainer.steps import check_order, step_number
+from safehold.trainer.steps import check_order, flag, step_number
 from safehold.trainer.terminal import NOT_AWAITED, end_program, restore_progress
 from safehold.types import Store
 
@@ -90,7 +90,7 @@ class Checkpointer:
         install_listener(self.events)
         self._every: Every = parse_every(every)
         self._keep = as_keep(keep)
-        self._overlap = overlap
+        self._overlap, random_states = flag("overlap", overlap), flag("random_states", random_states)
         member = membership(store, rank, world_size)
         self.rank, self.world_size = member.rank, member.world_size
         self._failures = Failures(self.config)
