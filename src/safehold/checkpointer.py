@@ -33,7 +33,7 @@ from safehold.trainer.preparing import quietly
 from safehold.trainer.remote import resolve
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
-from safehold.trainer.steps import check_order, step_number
+from safehold.trainer.steps import check_order, flag, step_number
 from safehold.trainer.terminal import IN_MEMORY_ONLY, NOT_AWAITED, end_program, restore_progress
 from safehold.types import Store
 
@@ -90,7 +90,7 @@ class Checkpointer:
         install_listener(self.events)
         self._every: Every = parse_every(every)
         self._keep = as_keep(keep)
-        self._overlap = overlap
+        self._overlap, random_states = flag("overlap", overlap), flag("random_states", random_states)
         member = membership(store, rank, world_size)
         self.rank, self.world_size = member.rank, member.world_size
         self._failures = Failures(self.config)
@@ -115,6 +115,7 @@ class Checkpointer:
                 every_seconds=self._every.seconds or 0.0,
                 notify=self._notify,
                 lost=self._lost,
+                same={"every": str(self._every), "keep": repr(self._keep)},
             )
         try:
             self._set_up(random_states)
@@ -123,10 +124,7 @@ class Checkpointer:
             raise
         self._newest = self._run.newest_step
         if self.rank == 0:
-            for note in self._run.notes:
-                log.info("safehold: %s", note)
-            for warning in self._run.warnings:
-                log.warning("safehold: %s", warning)
+            self._run.tell_user()
         atexit.register(self._at_exit)
 
     def _set_up(self, random_states: bool) -> None:

@@ -301,7 +301,7 @@ class Rig:
         disk, runtime = self.directory / f"disk-{node}", self.runtime / node
         for directory in (self.run, disk, runtime):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = {"SAFEHOLD_NODE": node, "SAFEHOLD_RUNTIME_DIR": str(runtime), "MASTER_ADDR": "127.0.0.1"}
+        found = {"SAFEHOLD_NODE": node, "SAFEHOLD_RUNTIME_DIR": str(runtime), "SAFEHOLD_STORAGE_INTERFACE": "127.0.0.1"}
         return {**found, "PUPPET_DISK": str(disk), "PUPPET_RUN": str(self.run)} if own else found
 
     # -- agents --------------------------------------------------------------------------------------------------------

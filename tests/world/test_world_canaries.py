@@ -93,6 +93,8 @@ def stopped_while_it_publishes(seed: int) -> World:
         patched.setattr(ledger, "_check_plan", stop)
         assert world.timeline.run(60.0, lambda: world.machines[0].stopped)
         world.launcher.start()
+        opened = paths.incarnation(2)
+        assert world.timeline.run(60.0, lambda: opened in world.storage.files)
         world.run(4.0)
         assert job is not world.job
         world.machines[0].resume()

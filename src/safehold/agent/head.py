@@ -376,6 +376,10 @@ class Head:
         self.places.back(node)
         self.replicator.node_back(node)
         self.protector.node_back(node)
+        here = self._here
+        if self._known is not None:  # the run is open, perhaps anew: who missed that would never hear of it otherwise
+            self.tell(node, w.Placed(here.local_flash, again=True))
+            self.tell(node, w.Opened(here.run_id, here.incarnation, sorted(self._known.steps)))
         self.tell(node, w.TellAgain())
 
     # -- the lead's word -------------------------------------------------------------------------------------------------
@@ -470,20 +474,13 @@ class Head:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        parts = (self.lead, self.restores, self.announcer, self.others, self.places, self.replicator, self.protector)
-        due = [when for part in parts if part is not None and (when := part.next_deadline()) is not None]
-        return min(due, default=None)
+        return min((when for part in self._timed() if (when := part.next_deadline()) is not None), default=None)
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        for part in (
-            self.lead,
-            self.restores,
-            self.announcer,
-            self.others,
-            self.places,
-            self.replicator,
-            self.protector,
-        ):
-            if part is not None:
-                part.tick()
+        for part in self._timed():
+            part.tick()
+
+    def _timed(self) -> tuple[Any, ...]:
+        parts = (self.restores, self.announcer, self.others, self.places, self.replicator, self.protector)
+        return parts if self.lead is None else (self.lead, *parts)

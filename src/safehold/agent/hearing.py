@@ -84,10 +84,12 @@ class Hearing:
             case w.Opened():
                 self._opened_elsewhere(word)
             case w.SettleOld():
-                self._settle_old(self._here, lambda: self._settled(word.number), word.deadline_s)
+                self._settle(word)
             case w.SeeFile():
                 here = self._here
-                places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
+                places.look(here.flusher, word, here.node, here.config, lambda saw: here.send(here.lead_node, saw))
+            case w.Placed() if word.again and self._here.saves is not None:
+                pass  # it has come, or the run was opened before
             case w.Placed():
                 self._here.placed(local_flash=word.local_flash)
             case w.Protect() if word.incarnation == self._here.incarnation:
@@ -129,8 +131,11 @@ class Hearing:
             case _:
                 raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
 
-    def _settled(self, number: int) -> None:
-        self._here.send(self._here.lead_node, w.SettledHere(number, self._here.memory.told()))
+    def _settle(self, word: w.SettleOld) -> None:
+        here = self._here
+        settled = lambda: here.send(here.lead_node, w.SettledHere(word.number, here.memory.told()))  # noqa: E731
+        ready = lambda: places.when_ready(here.flusher, here.config, settled)  # noqa: E731 - it is needed next
+        self._settle_old(here, ready, word.deadline_s)
 
     def _tell_ranks(self, message: m.Settled | m.Durable | m.LeftOut) -> None:
         for peer in list(self._here.peers.values()):
@@ -212,10 +217,19 @@ class Hearing:
         """Another node is dead or cannot be reached."""
         self._events.emit("node_lost", node=self._here.world.node_names[node], error=str(why))
         self._here.passing.node_lost(node)
+        self._tell_losing(node, why)
         if self._here.head is not None:
             self._here.head.node_lost(node)
         elif node == self._here.lead_node:
             self._lead_lost(why)
+
+    def _tell_losing(self, node: int, why: CheckpointError) -> None:
+        """Tell the ranks, which may be in the middle of a start and wait for each other, not for their agents."""
+        name = self._here.world.node_names[node]
+        text = f"node {name} was lost while the run was being opened: {why.message}"
+        error = RankLostError(text, node=name, hint="see whether that node and its agent live, and start the job again")
+        for peer in list(self._here.peers.values()):
+            peer.reply(m.NodeLost(error.to_wire()))
 
     def _lead_lost(self, why: CheckpointError) -> None:
         """Nobody decides any more about what is in flight here."""

@@ -265,6 +265,13 @@ class Note(msgspec.Struct, tag="note", frozen=True):
     info: bool = False
 
 
+class NodeLost(msgspec.Struct, tag="node_lost", frozen=True):
+    """Notification: a node without which a start cannot end was lost; of no interest once this rank has joined the run."""
+
+    error: dict[str, Any]
+    id: int = 0
+
+
 class Protected(msgspec.Struct, tag="protected", frozen=True):
     """Notification: all nodes have made their redundancy of a checkpoint; or it stays without (`done` false), which a note explains."""
 
@@ -433,6 +440,7 @@ Reply = (
     | Superseded
     | Protected
     | Note
+    | NodeLost
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -138,7 +138,9 @@ class Nodes:
             self.network.watch(name)
 
     def send(self, node: int, message: msgspec.Struct) -> None:
-        """Tell a node, if it can be reached."""
+        """Tell a node, if it can be reached; before the nodes have met, nobody can, and nobody waits for a word."""
+        if not self._met:
+            return
         try:
             self.network.send(self._names[node], w.encode(message))
         except CheckpointError as exc:

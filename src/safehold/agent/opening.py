@@ -1,7 +1,8 @@
 """How rank 0 opens a run: the job before settles, the nodes find out what the run directory is, the next incarnation is created.
 
 Invariants: used from the dispatcher thread only; nothing here waits. Each part has its share of the time for a start, so that the trainer
-hears what took too long before its own time is over. Where it fails, the job before goes on.
+hears what took too long before its own time is over. Where it fails, or rank 0 has left before the incarnation is asked for, the job
+before goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safehold.agent.fetching import Afar, look_afar
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.session import Session
 from safehold.agent.survival import survival_notes
-from safehold.errors import CheckpointError, ConfigurationError
+from safehold.errors import CheckpointError, ConfigurationError, RankLostError
 
 SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.4, 0.25, 0.3
 
@@ -85,13 +86,24 @@ class Opening:
         if rank != 0 or head is None:
             raise ConfigurationError("only rank 0 opens a run", rank=rank)
         deadline_s, others = self._start_s * SETTLE_SHARE, head.others
-        settled = lambda: head.places.decide(self._placed, self._start_s * PLACE_SHARE)  # noqa: E731
-        self._sessions.settle_old(session, lambda: others.after(settled), deadline_s)
-        others.ask(deadline_s)
+        settled = lambda: others.after(self._settled)  # noqa: E731
+        if others.any:  # their flushers, and this one, have to work next
+            ready = lambda: places.when_ready(self._flusher, session.config, settled)  # noqa: E731
+        else:
+            ready = settled
+        others.ask(deadline_s)  # first: what nobody was asked for is over at once
+        self._sessions.settle_old(session, ready, deadline_s)
+
+    def _settled(self) -> None:
+        head = self._session.head
+        if not self._has_left() and head is not None:
+            head.places.decide(self._placed, self._start_s * PLACE_SHARE)
 
     def _placed(self, local_flash: bool, error: CheckpointError | None) -> None:
         if error is not None:
             self._failed(error)
+            return
+        if self._has_left():
             return
         session = self._session
         assert session.head is not None
@@ -99,6 +111,8 @@ class Opening:
         look_afar(session.copier, session.config, self._looked, self._failed)
 
     def _looked(self, afar: Afar) -> None:
+        if self._has_left():
+            return
         self._afar = afar
         token, held = self._session.token, afar.held
         arguments = {"token": token, "up_to": None, "exclude": [], "reason": "start", "held": held}
@@ -137,6 +151,13 @@ class Opening:
                 session.local_flash,
             )
         )
+
+    def _has_left(self) -> bool:
+        """Whether rank 0 has gone meanwhile: then no incarnation is opened, which nobody would use, and the job before goes on."""
+        if self._sessions.has(self._session) and self._session.peers.get(self._connection.rank) is self._connection:
+            return False
+        self._failed(RankLostError("rank 0 has left while the run was being opened", rank=self._connection.rank))
+        return True
 
     def _failed(self, error: CheckpointError) -> None:
         self._connection.refuse(self._message.id, error)

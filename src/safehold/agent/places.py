@@ -1,8 +1,9 @@
 """Finds out, at the start of a job, whether all nodes see one run directory or each has a disk of its own under that path.
 
 Invariants: the lead's flusher puts a file of random name and content there, all others look for it, and it is deleted again, whatever came
-of it. All see it: shared; none: node-local; some: an error that names the nodes. Every wait has a deadline, a node that is lost or late is
-named. Used from the dispatcher thread only.
+of it. All see it: shared; none: node-local; some: an error that names the nodes. Who looks puts and deletes a file of its own, so that a
+directory that a node cannot write to ends the start, and not the first save. Every wait has a deadline, a node that is lost or late is
+named; the time that flushers need to start is no part of it (`when_ready`). Used from the dispatcher thread only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safehold.tiers.base import TEMPORARY_PREFIX, Tier
 
 Then = Callable[[bool, CheckpointError | None], None]
 
+_MORE_TIME = "start_timeout_s gives a start more time"
 SEE_S = 0.3
 """How long a node looks for the file: on a network file system it may take a moment to be seen."""
 
@@ -68,19 +70,21 @@ class Places:
         self._number += 1
         self._name, self._content = f"{TEMPORARY_PREFIX}where-{new_token()}", new_token().encode()
         self._sees, self._then = {}, then
-        self._deadline = self._clock.monotonic() + deadline_s
-        number = self._number
+        number, name = self._number, self._name
 
         def there(value: Any, error: CheckpointError | None) -> None:
             if number != self._number or self._then is None:
+                if error is None:
+                    self._delete(name)  # that came too late for whoever gave the question up
                 return
             if error is not None:
-                self._over(False, error)
+                self._over(False, _not_put(error, self._names[self._here], deadline_s))
                 return
             lost = sorted(self._lost)
             if lost:
                 self._over(False, self._lost_error(lost[0]))
                 return
+            self._deadline = self._clock.monotonic() + deadline_s
             for node in self._others:
                 self._tell(node, w.SeeFile(number, self._name, self._content))
 
@@ -124,17 +128,24 @@ class Places:
             return
         late = [self._names[node] for node in self._others if node not in self._sees]
         text = f"node {', '.join(late[:4])} did not say in time whether it sees the run directory"
-        hint = "is the storage of that node slow? start_timeout_s is the time for the start"
+        hint = f"the run directory's file system may hang there: try 'ls' and 'touch' in it on that node; {_MORE_TIME}"
         self._over(False, DeadlineError(text, node=late[0] if late else None, hint=hint))
+
+    def stop(self) -> None:
+        """Nobody wants to know any more."""
+        self._over(False, RankLostError("the ranks that wanted to open the run have left"))
 
     def _over(self, local: bool, error: CheckpointError | None) -> None:
         then, self._then = self._then, None
         self._deadline = None
         if then is None:
             return
-        arguments = {"do": "delete", "name": self._name}
-        self._flusher.call("place", arguments, lambda *_: None, timeout_s=self._config.start_timeout_s)
+        self._delete(self._name)
         then(local, error)
+
+    def _delete(self, name: str) -> None:
+        arguments = {"do": "delete", "name": name}
+        self._flusher.call("place", arguments, lambda *_: None, timeout_s=self._config.start_timeout_s)
 
     def _lost_error(self, node: int) -> CheckpointError:
         text = f"node {self._names[node]} was lost while the run was being opened"
@@ -156,33 +167,68 @@ def note(local: bool, num_nodes: int) -> str:
     return f"shared flash: {counted(num_nodes, 'node')} see one run directory"
 
 
-def look(flusher: Flusher, word: w.SeeFile, config: Config, answer: Callable[[w.Saw], None]) -> None:
-    """Have this node look for the lead's file."""
+def when_ready(flusher: Flusher, config: Config, then: Callable[[], None]) -> None:
+    """Call `then` once the flusher has started, or cannot; it has to work at the start where the nodes look for a file."""
+    if config.flash == "auto":
+        flusher.call("place", {"do": "wait"}, lambda *_: then(), timeout_s=config.start_timeout_s)
+    else:
+        then()
+
+
+def look(flusher: Flusher, word: w.SeeFile, node: int, config: Config, answer: Callable[[w.Saw], None]) -> None:
+    """Have this node look for the lead's file, and try to write one."""
 
     def looked(value: Any, error: CheckpointError | None) -> None:
         answer(w.Saw(word.number, bool(value), None if error is None else error.to_wire()))
 
-    arguments = {"do": "see", "name": word.name, "content": word.content}
+    arguments = {"do": "see", "name": word.name, "content": word.content, "own": f"{word.name}-{node}"}
     flusher.call("place", arguments, looked, timeout_s=config.start_timeout_s)
 
 
 def carry_out(tier: Tier, arguments: dict[str, Any]) -> bool:
     """The flusher's part: put the file, look for it, or delete it."""
-    name = str(arguments["name"])
-    if not name.startswith(TEMPORARY_PREFIX) or "/" in name:
-        raise ConfigurationError(f"{name!r} is no name for a trial of the run directory")
+    if arguments["do"] == "wait":
+        return True
+    name = _checked(arguments["name"])
     match arguments["do"]:
         case "put":
             tier.put(name, bytes(arguments["content"]))
             return True
         case "see":
-            try:
-                return tier.get(name, limit_bytes=1024, retry_s=SEE_S) == bytes(arguments["content"])
-            except FileNotFoundError:
-                return False
+            sees = _sees(tier, name, bytes(arguments["content"]))
+            own = _checked(arguments["own"])
+            tier.put(own, bytes(arguments["content"]))
+            tier.delete(own)
+            return sees
         case _:
             tier.delete(name)
             return True
+
+
+def _checked(name: object) -> str:
+    text = str(name)
+    if not text.startswith(TEMPORARY_PREFIX) or "/" in text:
+        raise ConfigurationError(f"{text!r} is no name for a trial of the run directory")
+    return text
+
+
+def _sees(tier: Tier, name: str, content: bytes) -> bool:
+    try:
+        return tier.get(name, limit_bytes=1024, retry_s=SEE_S) == content
+    except FileNotFoundError:
+        return False
+
+
+def _not_put(error: CheckpointError, node: str, deadline_s: float) -> CheckpointError:
+    """Return what it means that the lead's own flusher could not put the file."""
+    if not isinstance(error, DeadlineError):
+        error.node = error.node or node
+        return error
+    text = f"storage did not take a small file in the run directory within {deadline_s:g} s"
+    hint = f"its file system may hang there: try 'ls' and 'touch' in it on that node; {_MORE_TIME}"
+    told = DeadlineError(text, node=node, tier=error.tier, path=error.path, hint=hint)
+    told.__cause__ = error
+    return told
 
 
 def _some(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
+from safehold.agent.facts import facts_of
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.lead import SETTLE_GRACE_S
@@ -284,6 +285,7 @@ class AgentServer:
         if not session.peers and session is not self._current:
             self._sessions.pop(session.token, None)
             session.close()
+            self._go_on_if_left(session)
 
     def _handle(self, connection: Connection, message: m.Request, payload: dict[str, bytes] | None) -> None:
         try:
@@ -437,8 +439,18 @@ class AgentServer:
         old = self._current
         if old is None or old is session or old.ended_by:
             then()
-        else:
-            old.settle(then, deadline_s)
+            return
+
+        def settled() -> None:
+            then()
+            self._go_on_if_left(session)
+
+        old.settle(settled, deadline_s)
+
+    def _go_on_if_left(self, session: Session) -> None:
+        """A session's ranks have left before it owned the run: the job that had settled for it takes saves again."""
+        if self._current is not None and not self._settling and not self.has(session):
+            self._current.resume()
 
     def _opened_elsewhere(self, session: Session, steps: list[int]) -> None:
         """A lead on another node has opened an incarnation."""
@@ -462,7 +474,7 @@ class AgentServer:
             "flusher_pid": self._flusher.pid if self._flusher else None,
             "flusher_calls": self._flusher.num_open if self._flusher else 0,
             "flushers_replaced": self._flusher.replaced if self._flusher else 0,
-            "session": self._current.facts() if self._current else None,
+            "session": facts_of(self._current) if self._current else None,
             "leaving": self._leaving,
             "stay_s": self._stay_s,
         }

@@ -102,6 +102,7 @@ class Session:
         self.node_control = means.node_control()
         self.run_id, self.incarnation = hello.run_id, hello.incarnation
         self.ended_by = 0
+        self._is_settled = False
         self.disorderly: set[int] = set()
         self._checks = MemoryChecks(pool, flusher, post, timeout_s=self.config.flush_timeout_s)
         self.undeclared: dict[int, list[TensorSpec]] = {}
@@ -270,7 +271,7 @@ class Session:
 
     def _start(self, known: Known) -> None:
         """Begin with no saves; what was in flight of an incarnation before gets no say any more."""
-        incarnation = self.incarnation
+        incarnation, self._is_settled = self.incarnation, False
 
         def tell_lead(event: Any) -> None:
             if self.saves is saves:
@@ -290,15 +291,20 @@ class Session:
 
     def resume(self) -> None:
         """Take saves again after a `settle` that nobody took over from."""
-        if self.saves is not None and not self.ended_by:
+        if self.saves is not None and not self.ended_by and self._is_settled:
             self._start(self.saves.known)
 
     def settle(self, then: Callable[[], None], deadline_s: float, grace_s: float = SETTLE_GRACE_S) -> None:
         """Finish what all ranks have staged, or stage within `grace_s`, give up the rest, then call `then`."""
+
+        def settled() -> None:
+            self._is_settled = True
+            then()
+
         if self.follower is not None:
             self.follower.settle(then, deadline_s, lambda: self.num_open == 0)
         elif self.head is not None:
-            self.head.settle(then, deadline_s, grace_s)
+            self.head.settle(settled, deadline_s, grace_s)
 
     def end(self, by: int) -> None:
         """A newer incarnation owns the run: tell the trainers, and let none of them wait for anything here."""
@@ -325,6 +331,9 @@ class Session:
         self._checks.close()
         self.passing.close()
         self.memory.close()
+        if self.head is not None:
+            self.head.others.stop()
+            self.head.places.stop()
         if self.nodes is not None:
             self.nodes.close()
 
@@ -478,20 +487,3 @@ class Session:
     def facts_of(self, step: int, attempt: int) -> tuple[dict[str, float], bool]:
         """Return the metrics of a save, and whether it is the final one."""
         return self.saves.facts(step, attempt) if self.saves is not None else ({}, False)
-
-    def facts(self) -> dict[str, Any]:
-        """What `safehold agents` shows."""
-        return {
-            "run_id": self.run_id,
-            "incarnation": self.incarnation,
-            "ranks": self.local_ranks,
-            "connected": sorted(self.peers),
-            "world_size": self.world.world_size,
-            "saves_in_flight": self.saves.num_open if self.saves is not None else 0,
-            "protected_step": self.guard.step,
-            "superseded_by": self.ended_by or None,
-            "address": self.nodes.address if self.nodes is not None else None,
-            "nodes": self.world.node_names,
-            "remote": self.head.replicator.facts() if self.head is not None else None,
-            "memory": self.memory.facts(),
-        }

@@ -29,6 +29,11 @@ class OthersSettled:
         self._deadline: float | None = None
         self._then: list[Callable[[], None]] = []
 
+    @property
+    def any(self) -> bool:
+        """Whether there are other nodes."""
+        return bool(self._nodes)
+
     def ask(self, deadline_s: float) -> None:
         """Have all settle, within `deadline_s`."""
         self._number += 1
@@ -69,6 +74,11 @@ class OthersSettled:
         if self._deadline is not None and self._clock.monotonic() >= self._deadline:
             self._late.clear()
             self._maybe_over()
+
+    def stop(self) -> None:
+        """Nobody waits any more for anybody to settle; whoever was to be called is."""
+        self._late.clear()
+        self._maybe_over()
 
     def _maybe_over(self) -> None:
         if self._late:

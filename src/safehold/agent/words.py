@@ -194,9 +194,13 @@ class SeeFile(msgspec.Struct, tag="see_file", frozen=True):
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
-    """How the run directory is to be used: as one directory, or as the union of the nodes' own disks."""
+    """How the run directory is to be used: as one directory, or as the union of the nodes' own disks.
+
+    `again`: for who may have missed it.
+    """
 
     local_flash: bool
+    again: bool = False
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
@@ -461,9 +465,8 @@ def _from_wire(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_messages: msgspec.msgpack.Decoder[Report | Word | Chunks | CopyNeeds | DocumentsTold] = msgspec.msgpack.Decoder(
-    Report | Word | Chunks | CopyNeeds | DocumentsTold
-)
+Told = Report | Word | Chunks | CopyNeeds | DocumentsTold
+_messages: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -471,7 +474,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Report | Word | Chunks | CopyNeeds | DocumentsTold:
+def decode(data: bytes) -> Told:
     """Return a message of another agent.
 
     Raises:

@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     except click.ClickException as exc:
-        exc.show()
-        return exc.exit_code
+        return _tell_usage(exc, list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:
         # Whoever reads our output has seen enough; the interpreter must not try to flush the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,6 +103,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     return result if isinstance(result, int) else 0
+
+
+def _tell_usage(exc: click.ClickException, arguments: list[str]) -> int:
+    """Tell what is wrong with the arguments; they may not have been read as far as `--json`."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--json" not in options:
+        exc.show()
+        return exc.exit_code
+    from safehold.cli.output import print_error
+    from safehold.errors import ConfigurationError
+
+    context = getattr(exc, "ctx", None)
+    hint = f"'{context.command_path if context is not None else 'safehold'} --help' says what is taken"
+    print_error(ConfigurationError(exc.format_message(), hint=hint), as_json=True)
+    return exc.exit_code
 
 
 def _tell(exc: Exception, state: State) -> int:

@@ -39,6 +39,11 @@ class Every:
     def __bool__(self) -> bool:
         return self.seconds is not None or self.steps is not None
 
+    def __str__(self) -> str:
+        if self.seconds is not None:
+            return f"{self.seconds:g}s"
+        return "None" if self.steps is None else f"{self.steps} steps"
+
 
 def parse_every(value: str | int | None) -> Every:
     """Read an interval: `"20min"`, `"2h"`, `"1h30min"`, `"90s"`, `500`, `"500steps"`, or None for never.

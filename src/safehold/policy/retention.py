@@ -15,6 +15,9 @@ from typing import Literal
 from safehold.errors import ConfigurationError
 from safehold.types import CommitId
 
+MAX_COUNT = 1 << 40
+"""More checkpoints, or steps, than there will ever be; what is larger is a mistake, and no message has room for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -33,7 +36,9 @@ class Best:
     def __post_init__(self) -> None:
         named = isinstance(self.metric, str) and self.metric
         if not named or self.mode not in ("min", "max") or not _is_count(self.count):
-            raise ConfigurationError(f"{self!r} does not name a metric, a mode (min or max) and a count of at least 1")
+            raise ConfigurationError(
+                f"{self!r} does not name a metric, a mode (min or max) and a count from 1 to 2**40"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +59,10 @@ class Keep:
 
     def __post_init__(self) -> None:
         if not _is_count(self.last):
-            raise ConfigurationError(f"keep.last is {self.last!r}; it must be a number of checkpoints, at least 1")
+            raise ConfigurationError(f"keep.last is {self.last!r}; it must be a number of checkpoints, from 1 to 2**40")
         if self.every_steps is not None and not _is_count(self.every_steps):
             raise ConfigurationError(
-                f"keep.every_steps is {self.every_steps!r}; it must be a number of steps, at least 1"
+                f"keep.every_steps is {self.every_steps!r}; it must be a number of steps, from 1 to 2**40"
             )
         if self.every_hours is not None and not _is_span(self.every_hours):
             raise ConfigurationError(f"keep.every_hours is {self.every_hours!r}; it must be a positive number of hours")
@@ -77,7 +82,7 @@ def as_keep(keep: object) -> Keep:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
 
 
 def _is_span(hours: object) -> bool:

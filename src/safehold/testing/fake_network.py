@@ -186,7 +186,12 @@ class FakeNode:
             self._world.at(0.0, lambda: self._hand_over(node, payload))
             return
         link = self._link(node)
-        link.box.put(payload)
+        try:
+            link.box.put(payload)
+        except OverflowError as exc:
+            self._world.at(0.0, lambda: self._overflowed(node, link))
+            self._attempt_soon(node, link)
+            raise AgentUnavailableError(str(exc), node=node, hint="it is slow, or not there") from exc
         link.watched = True
         self._attempt_soon(node, link)
 
@@ -276,6 +281,10 @@ class FakeNode:
             peer._hand_over(self._node, payload)
         world.carry(node, self._node, lambda: self._answered(node, link, attempt, batch))
 
+    def _overflowed(self, node: str, link: _Link) -> None:
+        if not self.closed and (error := link.box.overflowed()) is not None:
+            self._listeners.on_lost(node, error)
+
     def _hand_over(self, sender: str, payload: bytes) -> None:
         if not self.closed:
             self._world.counts["messages"] += 1
@@ -287,6 +296,7 @@ class FakeNode:
             return
         link.busy, link.failures, link.refusal = False, 0, None
         if link.box.answered(batch):
+            self._overflowed(node, link)
             self._listeners.on_back(node)
         if len(link.box):
             self._attempt_soon(node, link)

@@ -190,6 +190,27 @@ class NetworkSuite:
         assert [payload for _, payload in quick.logs["b"].messages] == [b"before", b"after"]
         assert [name for name, _ in log.lost] == ["b"] and log.back == ["b"]
 
+    def test_what_does_not_fit_counts_as_a_loss(self, world: World) -> None:
+        """One message that is dropped takes those before it along, the sender is told, and later ones arrive."""
+        node, log, heard = world.nodes["a"], world.logs["a"], world.logs["b"].messages
+        node.send("b", b"before")
+        assert world.until(lambda: len(heard) == 1)
+        world.cut("a", "b")
+        with pytest.raises(AgentUnavailableError, match="wait already for the agent of node b"):
+            for number in range(5000):
+                node.send("b", b"%d" % number)
+        with pytest.raises(AgentUnavailableError):
+            node.send("b", b"refused")
+        assert world.until(lambda: bool(log.lost))
+        assert [name for name, _ in log.lost] == ["b"] and not log.back
+        world.heal("a", "b")
+        assert world.until(lambda: bool(log.back))
+        node.send("b", b"after")
+        assert world.until(lambda: heard[-1] == ("a", b"after"))
+        kept = [int(payload) for _, payload in heard[1:-1]]
+        assert kept == list(range(len(kept))), "some of those before it may have arrived, in order"
+        assert len(log.lost) == len(log.back) == 1
+
     def test_who_is_watched_is_missed(self, quick: World) -> None:
         """Without a message under way, too."""
         quick.nodes["a"].watch("b")

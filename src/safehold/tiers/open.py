@@ -28,6 +28,9 @@ def place(url_or_path: str | os.PathLike[str]) -> str:
     Raises:
         ConfigurationError: It is neither.
     """
+    if not isinstance(url_or_path, str | os.PathLike):
+        text = f"a run directory is a path or a URL, not {url_or_path!r}"
+        raise ConfigurationError(text, hint="give a str or a path object: 'runs/llama', or 's3://bucket/llama'")
     found = _object_store(url_or_path)
     return local_path(url_or_path) if found is None else _spelled(*found)
 
@@ -70,17 +73,17 @@ def _object_store(url_or_path: str | os.PathLike[str]) -> tuple[str, str, str] |
 
 
 def local_path(url_or_path: str | os.PathLike[str]) -> str:
-    """Return the absolute path that a plain path or a `file://` URL stands for.
+    """Return the absolute path that a plain path or a `file://` URL stands for; `~` in front of a plain path is the home directory.
 
     Raises:
-        ConfigurationError: It is empty, names another host, or has a scheme that is no file system.
+        ConfigurationError: It is empty, begins with the home of nobody, names another host, or has a scheme that is no file system.
     """
     text = os.fspath(url_or_path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigurationError(f"{text!r} is no path of a run directory")
     found = _SCHEME.match(text)
     if found is None:
-        return os.path.abspath(text)
+        return os.path.abspath(_at_home(text))
     scheme = found[1].lower()
     if scheme != "file":
         hint = "use a path, or a URL with file://, s3://, gs:// or az://"
@@ -95,6 +98,15 @@ def local_path(url_or_path: str | os.PathLike[str]) -> str:
     if not path.startswith("/") or "\0" in path:
         raise ConfigurationError("a file:// URL needs an absolute path", path=text, hint="write file:///a/path")
     return os.path.abspath(path)
+
+
+def _at_home(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.partition("/")[0]
+        hint = f"for a directory of that name write ./{path}"
+        raise ConfigurationError(f"no home directory is known for {user!r}", path=path, hint=hint)
+    return expanded
 
 
 def open_tier(

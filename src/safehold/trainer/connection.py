@@ -14,32 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from safehold.agent import messages as m
 from safehold.agent.client import AgentClient
 from safehold.agent.net.addresses import way_to
 from safehold.agent.protector import scheme_of
 from safehold.agent.start import choose_slot
-from safehold.clock import new_token
 from safehold.config import Config
-from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError
+from safehold.errors import AgentUnavailableError, CheckpointError, ConfigurationError, from_wire
 from safehold.host.memfd import Mapping
 from safehold.host.runtime import RunSlot
 from safehold.pipeline.exchange import Exchange, node_name
 from safehold.policy.memory_need import GENERATIONS
-from safehold.policy.placement import Scheme, place
 from safehold.tiers.base import Tier
 from safehold.tiers.open import open_tier
+from safehold.trainer import meeting
 from safehold.types import Membership
 
 log = logging.getLogger("safehold")
 ANSWER_SLACK_S = 5.0
 COME_BACK_PAUSE_S = 1.0
-DOMAIN_VARIABLE = "SAFEHOLD_DOMAIN"
-"""Names what a node fails together with, larger domains first: `room-1/rack-7`."""
-OWN_SETTINGS = ("runtime_dir", "storage_interface", "network_cert", "network_key", "network_ca")
-"""Settings that may differ from node to node."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +63,13 @@ class Run:
     retired: list[Mapping] = field(default_factory=list)
     reconnecting: threading.Lock = field(default_factory=threading.Lock)
 
+    def tell_user(self) -> None:
+        """Log what the start has found out; for one rank to do."""
+        for note in self.notes:
+            log.info("safehold: %s", note)
+        for warning in self.warnings:
+            log.warning("safehold: %s", warning)
+
 
 def open_run(
     url: str,
@@ -80,6 +80,7 @@ def open_run(
     every_seconds: float,
     notify: Callable[[m.Reply], None],
     lost: Callable[[str], None],
+    same: dict[str, str] | None = None,
 ) -> Run:
     """Join a run; collective.
 
@@ -91,6 +92,7 @@ def open_run(
         every_seconds: Interval of time-based saves, 0 for none.
         notify: Takes the agent's notifications.
         lost: Told when the agent is gone.
+        same: What else has to be the same on all ranks, by name, as it is shown.
 
     Raises:
         CheckpointError: The same on all ranks.
@@ -98,23 +100,21 @@ def open_run(
     exchange = Exchange(membership, "open", config.start_timeout_s)
     with exchange.telling():
         rank = membership.rank
-        shared = {name: value for name, value in config.to_wire().items() if name not in OWN_SETTINGS}
+        gathered = exchange.gather("rank", meeting.facts(url, config, same or {}))
         scheme = scheme_of(config)
-        domain = os.environ.get(DOMAIN_VARIABLE, "")
-        facts = {"node": node_name(), "url": url, "config": msgspec.msgpack.encode(shared), "domain": domain}
-        gathered = exchange.gather("rank", facts)
-        world = m.World(**exchange.decide("world", lambda: _world(gathered or [], membership, scheme)))
+        world = m.World(**exchange.decide("world", lambda: meeting.world_of(gathered or [], membership, scheme)))
         slot = _slot(exchange, world, rank, url, config)
-        client = AgentClient(
+        start = _Start(notify)
+        client = start.client = AgentClient(
             url=url,
             slot=slot,
             rank=rank,
             config=config,
             keep=keep,
             every_seconds=every_seconds,
-            notify=notify,
+            notify=start.notify,
             lost=lost,
-            listen=config.storage_interface or way_to(os.environ.get("MASTER_ADDR", "")),
+            listen=config.storage_interface or way_to(os.environ.get(meeting.LAUNCHER_VARIABLE, "")),
         )
         error: CheckpointError | None = None
         try:
@@ -123,6 +123,7 @@ def open_run(
             error = exc
         try:
             exchange.agree("connected", error)
+            exchange.heed = start.failure
             if len(world.node_names) > 1:
                 _meet(exchange, client, world, config)
             return _join(exchange, client, world, config)
@@ -131,13 +132,37 @@ def open_run(
             raise
 
 
+class _Start:
+    """What ends a start of the job while its ranks wait for each other: their agents, or one of them, can go on no more."""
+
+    def __init__(self, notify: Callable[[m.Reply], None]) -> None:
+        self._notify = notify
+        self._lost: CheckpointError | None = None
+        self.client: AgentClient | None = None
+
+    def notify(self, reply: m.Reply) -> None:
+        """Take a notification of the agent."""
+        if isinstance(reply, m.NodeLost):
+            self._lost = self._lost or from_wire(reply.error)
+        else:
+            self._notify(reply)
+
+    def failure(self) -> CheckpointError | None:
+        """Return why there is no use in waiting for the other ranks; None: there is."""
+        if self._lost is not None or self.client is None or self.client.alive:
+            return self._lost
+        hint = "see its log ('safehold agents' shows where), and start the job again"
+        text = "the agent of this node died while the run was being opened"
+        return AgentUnavailableError(text, rank=self.client.rank, node=node_name(), hint=hint)
+
+
 def _meet(exchange: Exchange, client: AgentClient, world: m.World, config: Config) -> None:
     """Tell the agents of all nodes where the others listen."""
-    told = exchange.gather("address", client.address)
+    told = exchange.gather("address", meeting.address_facts(client.address, config))
 
     def by_node() -> list[str]:
         assert told is not None
-        return [told[min(ranks)] for ranks in world.ranks_by_node()]
+        return meeting.addresses(world.node_names, [told[min(ranks)] for ranks in world.ranks_by_node()])
 
     client.addresses = exchange.decide("addresses", by_node)
     error: CheckpointError | None = None
@@ -171,35 +196,6 @@ def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
         notes=opened["notes"],
         warnings=opened["warnings"],
     )
-
-
-def _world(gathered: list[dict[str, Any]], membership: Membership, scheme: Scheme | None) -> dict[str, Any]:
-    nodes: dict[str, int] = {}
-    node_of = [nodes.setdefault(entry["node"], len(nodes)) for entry in gathered]
-    for rank, entry in enumerate(gathered):
-        for what in ("url", "config"):
-            if entry[what] != gathered[0][what]:
-                shown = f": {entry[what]} and {gathered[0][what]}" if what == "url" else ""
-                text = (
-                    f"rank {rank} and rank 0 have different {'run directories' if what == 'url' else 'settings'}{shown}"
-                )
-                raise ConfigurationError(text, rank=rank, hint="give every rank the same arguments and environment")
-    domains = [gathered[node_of.index(node)]["domain"] for node in range(len(nodes))]
-    for rank, entry in enumerate(gathered):
-        if entry["domain"] != domains[node_of[rank]]:
-            text = f"ranks of node {entry['node']} name different failure domains: {entry['domain']!r} and {domains[node_of[rank]]!r}"
-            raise ConfigurationError(
-                text, rank=rank, hint=f"{DOMAIN_VARIABLE} is the node's, the same for all its ranks"
-            )
-    if scheme is not None:
-        place(scheme, range(len(nodes)), {node: name for node, name in enumerate(domains) if name})
-    return {
-        "token": new_token(),
-        "world_size": membership.world_size,
-        "node_of": node_of,
-        "node_names": list(nodes),
-        "domains": domains,
-    }
 
 
 def _slot(exchange: Exchange, world: m.World, rank: int, url: str, config: Config) -> RunSlot:

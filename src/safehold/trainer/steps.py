@@ -1,4 +1,4 @@
-"""The steps that a user names checkpoints by."""
+"""What a user says in numbers and flags: the steps that checkpoints are named by, yes or no."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def step_number(step: Any, rank: int | None = None) -> int:
     if not 0 <= number < END_STEP:
         raise ConfigurationError(f"a step is an integer from 0, not {step!r}", rank=rank)
     return number
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a yes or no; a text, which would always be a yes, is none.
+
+    Raises:
+        ConfigurationError: It is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} is True or False, not {value!r}")
+    return value
 
 
 def check_order(step: int, newest: int | None, *, path: str, rank: int) -> None:

@@ -100,7 +100,9 @@ class Wire:
 class Job:
     """A job on several nodes, an open incarnation, and everything in the test's hands."""
 
-    def __init__(self, num_nodes: int = 2, per_node: int = 1, every_seconds: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, num_nodes: int = 2, per_node: int = 1, every_seconds: float = 0.0, opened: bool = True, **settings: Any
+    ) -> None:
         self.clock, self.work = FakeClock(), Work()
         self.names = [f"n{index}" for index in range(num_nodes)]
         self.world_size, self.per_node = num_nodes * per_node, per_node
@@ -128,7 +130,8 @@ class Job:
         self._id = 100
         for session in self.sessions:
             session.nodes.meet([wire.address for wire in self.wires.values()])
-        self.sessions[0].opened("run", 1, [])
+        if opened:
+            self.sessions[0].opened("run", 1, [])
         self.deliver()
 
     def world_of(self) -> m.World:

@@ -69,6 +69,7 @@ REPLIES = [
     m.LeftOut(10, 1, "a newer one came"),
     m.SaveFailed(10, 1, ERROR),
     m.Superseded(5),
+    m.NodeLost({"class": "RankLostError", "message": "node b was lost"}),
     m.Note("text"),
 ]
 

@@ -12,7 +12,14 @@ from safehold.agent import places
 from safehold.agent import words as w
 from safehold.agent.places import Places
 from safehold.config import Config
-from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankLostError, StorageError
+from safehold.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    RankLostError,
+    StorageError,
+    StorageReadOnlyError,
+)
 from safehold.tiers.flash import FlashTier
 
 
@@ -93,6 +100,59 @@ def test_a_node_whose_disk_fails_is_named(lead: Lead) -> None:
     assert len(lead.verdicts) == 1
 
 
+def test_a_directory_that_a_node_sees_and_cannot_write_to_is_found(lead: Lead) -> None:
+    class ReadOnly(FlashTier):
+        def put(self, path: str, data: Any, **_: Any) -> None:
+            raise StorageReadOnlyError("read-only file system", path=path)
+
+        def get(self, path: str, **_: Any) -> bytes:
+            return b"content"
+
+    flusher = FakeFlusher({"place": lambda arguments: places.carry_out(ReadOnly("/run"), arguments)})
+    lead.put()
+    word = w.SeeFile(1, ".tmp-where-1", b"content")
+    with pytest.raises(StorageReadOnlyError) as caught:
+        places.look(flusher, word, 2, Config(), lambda saw: None)  # type: ignore[arg-type]
+    assert caught.value.path == ".tmp-where-1-2", "each node tries a file of its own"
+    lead.say(2, False, caught.value)
+    ((_, error),) = lead.verdicts
+    assert isinstance(error, StorageReadOnlyError) and error.node == "y"
+
+
+def test_the_time_that_the_lead_s_flusher_takes_is_not_the_others(lead: Lead) -> None:
+    assert lead.places.next_deadline() is None
+    lead.clock.now += 4.9
+    lead.put()
+    lead.clock.now += 4.9
+    lead.places.tick()
+    assert not lead.verdicts
+    lead.say(0, True)
+    lead.say(2, True)
+    assert lead.verdicts == [(False, None)]
+
+
+def test_a_disk_of_the_lead_that_hangs_is_the_lead_s(lead: Lead) -> None:
+    lead.flusher.answer(
+        "place", None, DeadlineError("place: no answer", hint="a new flusher is started for the next save")
+    )
+    ((_, error),) = lead.verdicts
+    assert (
+        isinstance(error, DeadlineError)
+        and error.node == "lead"
+        and "small file in the run directory within 5 s" in error.message
+    )
+    assert "on that node" in str(error.hint) and "next save" not in str(error.hint) and not lead.told
+
+
+def test_a_question_that_nobody_waits_for_any_more_leaves_no_file(lead: Lead) -> None:
+    lead.places.stop()
+    assert isinstance(lead.verdicts[0][1], RankLostError) and len(lead.deleted) == 1
+    lead.put()  # it comes after its deletion
+    assert len(lead.deleted) == 2 and len(set(lead.deleted)) == 1 and not lead.told
+    lead.places.stop()
+    assert len(lead.verdicts) == 1
+
+
 def test_a_disk_of_the_lead_that_fails_ends_it(lead: Lead) -> None:
     lead.flusher.answer("place", None, StorageError("full"))
     ((_, error),) = lead.verdicts
@@ -152,7 +212,7 @@ def test_a_node_looks_and_says_what_it_saw() -> None:
     flusher, told = FakeFlusher(), list[w.Saw]()
     word = w.SeeFile(3, ".tmp-where-1", b"content")
     for value, error in ((True, None), (False, None), (None, StorageError("broken"))):
-        places.look(flusher, word, Config(), told.append)  # type: ignore[arg-type]
+        places.look(flusher, word, 2, Config(), told.append)  # type: ignore[arg-type]
         flusher.answer("place", value, error)
     assert [(saw.number, saw.sees, bool(saw.error)) for saw in told] == [
         (3, True, False),
@@ -164,12 +224,12 @@ def test_a_node_looks_and_says_what_it_saw() -> None:
 def test_the_file_is_a_temporary_of_ours_that_no_list_shows(tmp_path: Path) -> None:
     tier, other = FlashTier(tmp_path / "run"), FlashTier(tmp_path / "other")
     arguments: dict[str, Any] = {"do": "put", "name": ".tmp-where-1", "content": b"content"}
-    see = {**arguments, "do": "see"}
+    see = {**arguments, "do": "see", "own": ".tmp-where-1-2"}
     assert places.carry_out(tier, arguments)
     assert tier.list("") == []
     assert places.carry_out(FlashTier(tmp_path / "run"), see)
     assert not places.carry_out(FlashTier(tmp_path / "run"), {**see, "content": b"of another job"})
-    assert not places.carry_out(other, see)
+    assert not places.carry_out(other, see) and not list((tmp_path / "other").iterdir())
     assert places.carry_out(tier, {**arguments, "do": "delete"})
     assert not list((tmp_path / "run").iterdir())
     for name in ("run.json", ".tmp-x/../../y", "checkpoints/.tmp-1"):

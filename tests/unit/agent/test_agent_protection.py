@@ -10,6 +10,7 @@ from several_nodes import KEEP, Job
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
+from safehold.agent.facts import facts_of
 from safehold.agent.guarding import patience_s
 from safehold.errors import CheckpointError, StorageError, StorageFullError
 from safehold.types import CommitId
@@ -71,7 +72,7 @@ def test_all_nodes_protect_what_was_committed_and_only_then() -> None:
         assert job.sessions[node].num_open == 0, "saves do not wait for it"
         answer(job, node)
     assert not any(session.guard.is_busy for session in job.sessions)
-    assert [session.facts()["protected_step"] for session in job.sessions] == [5] * 4
+    assert [facts_of(session)["protected_step"] for session in job.sessions] == [5] * 4
     assert all(job.peers[rank].last(m.Protected) == m.Protected(5, True) for rank in range(4))
     assert events(job) == [("started", 5), ("done", 5)]
 

@@ -7,6 +7,7 @@ from several_nodes import Job
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
+from safehold.agent.facts import facts_of
 from safehold.agent.replicator import MAX_RETRY_S, RETRY_S
 from safehold.errors import IntegrityError, StorageError, StorageFullError
 
@@ -237,12 +238,12 @@ def test_facts_show_the_lag_and_the_last_error() -> None:
     job.clock.now += 30
     job.save(30)
     begun(job, 30)
-    facts = job.sessions[0].facts()["remote"]
+    facts = facts_of(job.sessions[0])["remote"]
     assert (facts["newest_step"], facts["copying_step"], facts["copying_bytes"]) == (10, 30, 100)
     assert (facts["lag_steps"], facts["lag_seconds"], facts["lag_checkpoints"]) == (20, 30.0, 1)
     copied(job, 0, StorageError("no route"))
     copied(job, 1)
-    assert "no route" in job.sessions[0].facts()["remote"]["last_error"]
+    assert "no route" in facts_of(job.sessions[0])["remote"]["last_error"]
     assert [event.stage for event in job.heard if event.phase == "replicate"] == [
         "started",
         "done",
@@ -264,5 +265,5 @@ def test_what_a_node_says_of_another_replication_counts_for_nothing(key: str) ->
 def test_a_run_without_a_second_place_does_none_of_it() -> None:
     job = job_of(remote="")
     job.save(10)
-    assert not job.copiers[0].log and job.sessions[0].facts()["remote"] is None
+    assert not job.copiers[0].log and facts_of(job.sessions[0])["remote"] is None
     assert not job.sessions[0].is_copying(0.0)

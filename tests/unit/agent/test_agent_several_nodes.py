@@ -276,6 +276,10 @@ def test_a_new_start_waits_for_what_the_one_before_has_in_flight_elsewhere() -> 
     assert not settled
     waiting[1][1]()
     job.deliver()
+    assert not settled, "their flushers have to have started, too"
+    for flusher in job.flushers[1:]:
+        flusher.answer("place", True, do="wait")
+    job.deliver()
     assert settled == [1]
     others.ask(20.0)
     others.after(lambda: settled.append(2))

@@ -305,6 +305,17 @@ def test_errors_for_people_and_for_programs(run: RunDir, safehold, tmp_path):
         "class": "StepNotFoundError", "message": "there is no such checkpoint", "exit_code": 4, "retry": False, "step": 11,
         "path": run.tier.url, "hint": "there is step 10",
     }  # fmt: skip
+    for wrong in (
+        ("ls", "--json"),
+        ("show", run.root, "x", "--json"),
+        ("ls", "--json", "--nonsense", "x"),
+        ("nonsense", "--json"),
+    ):
+        done = safehold(*wrong)
+        error = json.loads(done.err)["error"]
+        assert done.code == 2 == error["exit_code"] and done.out == "" and error["class"] == "ConfigurationError"
+        assert "--help' says" in error["hint"] and error["message"]
+    assert safehold("ls", "--nonsense", "--", "--json").err.startswith("Usage:"), "there it is a name"
     assert safehold("ls", tmp_path).code == 2
     assert "run.json" in safehold("ls", tmp_path).err
     assert "does not exist" in safehold("ls", tmp_path / "nothing").err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -161,10 +162,12 @@ def test_an_interrupted_rank_is_not_waited_for(interrupted: int) -> None:
 
 def test_who_gives_up_tells_those_who_wait_longer() -> None:
     def work(exchange: Exchange, rank: int) -> Any:
+        exchange.put(f"met/{rank}", True)
+        exchange._timeout_s = 0.1
         return exchange.take("never", f"rank {9}", timeout_s=0.2 if rank == 1 else 20.0)
 
     begun = time.monotonic()
-    errors = run(3, work, timeout_s=0.1)
+    errors = run(3, work)
     assert time.monotonic() - begun < 10.0
     assert all(isinstance(error, DeadlineError) and "rank 9" in str(error) for error in errors)
 
@@ -186,12 +189,12 @@ def test_a_store_that_dies_is_an_error_of_ours() -> None:
 
 def test_two_exchanges_of_one_name_do_not_meet() -> None:
     store = DictStore()
-    members = [Membership(rank=rank, world_size=2, store=store) for rank in (0, 1)]
-    first = [Exchange(member, "twice", 0.2) for member in members]
-    first[1].put("x", 1)
-    second = [Exchange(member, "twice", 0.2) for member in members]
-    second[1].put("x", 2)
-    assert first[0].take("x", "rank 1") == 1 and second[0].take("x", "rank 1") == 2
+    with ThreadPoolExecutor(4) as threads:
+        members = [Membership(rank=rank, world_size=2, store=store) for rank in (0, 1)]
+        first, second = ([Exchange(member, "twice", 5.0) for member in members] for _ in range(2))
+        said = [threads.submit(exchange[1].put, "x", number) for number, exchange in ((1, first), (2, second))]
+        heard = [threads.submit(exchange[0].take, "x", "rank 1") for exchange in (first, second)]
+        assert [answer.result(30.0) for answer in (*said, *heard)] == [None, None, 1, 2]
 
 
 def test_opened() -> None:

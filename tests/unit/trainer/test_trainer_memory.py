@@ -19,7 +19,8 @@ from safehold.format import paths
 from safehold.host import memfd
 from safehold.pipeline.catalog import Catalog
 from safehold.tiers.open import open_tier
-from safehold.trainer.connection import Run, _world, map_arena
+from safehold.trainer import meeting
+from safehold.trainer.connection import Run, map_arena
 from safehold.trainer.handles import SaveHandle
 from safehold.trainer.held_tier import PLANS, HeldTier
 from safehold.types import CommitId, Membership
@@ -183,10 +184,10 @@ def test_packs_are_read_in_ranges_and_what_is_short_or_unreachable_is_torn() -> 
         far.read(0, 20, buffer)
 
 
-def test_failure_domains_travel_with_the_world() -> None:
-    entries = [
-        {"node": node, "domain": domain, "url": "u", "config": b""}
-        for node, domain in [("a", "r1"), ("b", ""), ("a", "r1")]
-    ]
-    world = _world(entries, Membership(rank=0, world_size=3, store=None), None)
+def test_failure_domains_travel_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = []
+    for node, domain in [("a", "r1"), ("b", ""), ("a", "r1")]:
+        monkeypatch.setenv(meeting.DOMAIN_VARIABLE, domain)
+        entries.append(meeting.facts("u", Config(), {}) | {"node": node})
+    world = meeting.world_of(entries, Membership(rank=0, world_size=3, store=None), None)
     assert (world["node_of"], world["domains"]) == ([0, 1, 0], ["r1", ""])

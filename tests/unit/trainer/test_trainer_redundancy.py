@@ -12,7 +12,7 @@ from safehold.agent import messages as m
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, ConfigurationError
 from safehold.policy.placement import parse_scheme
-from safehold.trainer import connection
+from safehold.trainer import connection, meeting
 from safehold.types import Membership
 
 
@@ -21,12 +21,12 @@ def world(*domains: str, nodes: list[str] | None = None, scheme: Any = None) -> 
         {
             "node": (nodes or [f"n{rank}" for rank in range(len(domains))])[rank],
             "url": "/run",
-            "config": b"",
+            "settings": {},
             "domain": d,
         }
         for rank, d in enumerate(domains)
     ]
-    return connection._world(facts, Membership(rank=0, world_size=len(domains), store=None), scheme)
+    return meeting.world_of(facts, Membership(rank=0, world_size=len(domains), store=None), scheme)
 
 
 def test_domains_are_gathered_by_node() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import safehold
 from safehold.errors import ConfigurationError, StateMismatchError
+from safehold.tiers.open import place
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_what_is_no_step_is_refused_and_harms_nothing(run, step):
     assert safehold.load(run) == {"x": 1}
 
 
-@pytest.mark.parametrize("keep", [None, True, "3", 0])
+@pytest.mark.parametrize("keep", [None, True, "3", 0, 10**30])
 def test_what_is_no_keep_rule_is_refused(run, keep):
     with pytest.raises(ConfigurationError, match="keep"):
         safehold.Checkpointer(run, keep=keep)
@@ -155,3 +157,25 @@ def test_another_schedule_and_a_wrong_rename_are_refused_before_anything_is_over
             assert ckpt.restore(other, partial=["schedule", "old.*"]) == 1
         assert "of no use: partial= 'old.*'" in caplog.text and "schedule" not in caplog.text
         assert other["schedule"].step_size == 3
+
+
+@pytest.mark.parametrize("path", [None, 3, b"/run"])
+def test_what_is_no_run_directory_is_refused_by_name(path):
+    with pytest.raises(ConfigurationError, match="a run directory is a path or a URL, not"):
+        safehold.Checkpointer(path)
+
+
+@pytest.mark.parametrize("name", ["overlap", "random_states"])
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_what_is_no_flag_is_refused_by_name(run, name, value):
+    with pytest.raises(ConfigurationError, match=f"{name} is True or False, not {value!r}"):
+        safehold.Checkpointer(run, **{name: value})
+
+
+def test_the_home_directory_may_be_written_as_people_write_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert place("~/runs/a") == place(Path("~/runs/a")) == f"{tmp_path}/runs/a" and place("~") == str(tmp_path)
+    assert place("runs/~").endswith("/runs/~") and place("./~x/a").endswith("/~x/a")
+    with pytest.raises(ConfigurationError, match="no home directory is known for '~no-such-user-here'") as caught:
+        place("~no-such-user-here/runs")
+    assert "./~no-such-user-here/runs" in str(caught.value.hint)

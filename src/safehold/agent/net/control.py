@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -21,7 +22,7 @@ from safehold.agent.net.identity import Identity
 from safehold.agent.net.outbox import LARGE_BYTES, MIN_BACKOFF_S, Batch, ControlSettings, Outbox
 from safehold.agent.net.seam import Listeners
 from safehold.clock import new_token
-from safehold.errors import CheckpointError
+from safehold.errors import AgentUnavailableError, CheckpointError
 from safehold.format.crc import crc
 
 
@@ -74,11 +75,23 @@ class Sender:
 
     def send(self, payload: bytes) -> None:
         """See `seam.Network.send`; from any thread."""
-        if self._box.put(payload):
-            try:
-                self._loop.call_soon_threadsafe(self._wake.set)
-            except RuntimeError:
-                pass  # the loop is closed
+        try:
+            if self._box.put(payload):
+                self._post_in_loop(self._wake.set)
+        except OverflowError as exc:
+            self._post_in_loop(self._overflowed)
+            raise AgentUnavailableError(str(exc), node=self._node, hint="it is slow, or not there") from exc
+
+    def _post_in_loop(self, work: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(work)
+        except RuntimeError:
+            pass  # the loop is closed
+
+    def _overflowed(self) -> None:
+        if (error := self._box.overflowed()) is not None:
+            self._listeners.on_lost(self._node, error)
+        self._wake.set()  # it is asked whether it is there, and then counts as back
 
     @property
     def lost(self) -> CheckpointError | None:
@@ -134,6 +147,7 @@ class Sender:
             else:
                 failures, self._refusal = 0, None
                 if self._box.answered(batch):
+                    self._overflowed()  # told before, whichever thread is quicker
                     self._listeners.on_back(self._node)
                 continue
             failures += 1

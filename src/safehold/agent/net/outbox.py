@@ -1,7 +1,8 @@
 """What waits to be sent to one peer, and when that peer is lost. No I/O and no clock: shared by the real network and the fake.
 
 Invariants: messages leave in order and stay until they are acknowledged. When the peer is lost all of them are given up together with their
-session, which is never used again. `put` may be called from any thread, all else from one.
+session, which is never used again. What does not fit makes the peer lost, too: to drop one message and go on with the next would break the
+order that others rely on. `put` may be called from any thread, all else from one.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Outbox:
         self._first = 1
         self._session = SessionId(origin, 1)
         self._lost: CheckpointError | None = None
+        self._untold: CheckpointError | None = None
         self._waiting_since: float | None = None
 
     def __len__(self) -> int:
@@ -85,7 +87,8 @@ class Outbox:
         """Take a message; returns whether the box was empty.
 
         Raises:
-            AgentUnavailableError: The peer is lost, or too much waits for it.
+            AgentUnavailableError: The peer is lost.
+            OverflowError: Too much waits for it: it is lost from here on, and `overflowed` says so once, for the listeners.
             ConfigurationError: The message is too large.
         """
         check_size(payload)
@@ -95,8 +98,10 @@ class Outbox:
                 raise AgentUnavailableError(self._lost.message, node=self._node, hint=self._lost.hint)
             if len(self._box) >= settings.outbox_messages or self._box_bytes + len(payload) > settings.outbox_bytes:
                 text = f"{len(self._box)} messages ({self._box_bytes} bytes) wait already for the agent of node {self._node}"
-                hint = f"it is slow, or not there; it counts as lost after {settings.peer_timeout_s:g} s"
-                raise AgentUnavailableError(text, node=self._node, hint=hint)
+                hint = "it is slow, or not there, and counts as lost until it answers"
+                self._untold = AgentUnavailableError(text, node=self._node, hint=hint)
+                self._give_up(self._untold)
+                raise OverflowError(text)
             self._box.append(payload)
             self._box_bytes += len(payload)
             return len(self._box) == 1
@@ -125,6 +130,9 @@ class Outbox:
     def answered(self, batch: Batch) -> bool:
         """A batch was acknowledged; returns whether the peer was lost until now."""
         with self._lock:
+            if batch.session != self._session:  # given up meanwhile, and told so
+                self._waiting_since = None
+                return False
             for _ in batch.payloads:
                 self._box_bytes -= len(self._box.popleft())
             self._first += len(batch.payloads)
@@ -142,11 +150,21 @@ class Outbox:
     def lose(self, error: CheckpointError) -> bool:
         """Give up what waits, and the session; returns whether this is news."""
         with self._lock:
-            was_lost, self._lost = self._lost, error
-            self._box.clear()
-            self._box_bytes, self._first = 0, 1
-            self._session = SessionId(self._session.origin, self._session.number + 1)
+            was_lost = self._lost
+            self._give_up(error)
         return was_lost is None
+
+    def overflowed(self) -> CheckpointError | None:
+        """Return why the peer is lost if that is for want of room, and nobody was told yet."""
+        with self._lock:
+            error, self._untold = self._untold, None
+        return error
+
+    def _give_up(self, error: CheckpointError) -> None:
+        self._lost = error
+        self._box.clear()
+        self._box_bytes, self._first = 0, 1
+        self._session = SessionId(self._session.origin, self._session.number + 1)
 
     def backoff_s(self, failures: int, chance: float) -> float:
         """Return how long to wait after so many failures, `chance` being between 0 and 1."""

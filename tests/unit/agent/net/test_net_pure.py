@@ -152,19 +152,33 @@ def test_the_memory_of_processes_has_an_end() -> None:
 def test_an_outbox_is_full() -> None:
     box = Outbox("b", A, ControlSettings(outbox_messages=3, outbox_bytes=10))
     assert [box.put(b"1234"), box.put(b"1234")] == [True, False]
-    with pytest.raises(
-        AgentUnavailableError, match=r"2 messages \(8 bytes\) wait already for the agent of node b"
-    ) as caught:
-        box.put(b"123")
-    assert caught.value.node == "b" and caught.value.hint
     box.put(b"")
-    with pytest.raises(AgentUnavailableError, match="3 messages"):
-        box.put(b"")
     batch = box.begin(0.0)
     assert batch.payloads == [b"1234", b"1234", b""] and batch.first == 1
-    assert not box.answered(batch) and len(box) == 0
+    assert not box.answered(batch) and len(box) == 0 and box.overflowed() is None
     box.put(b"12345678")
     assert box.begin(0.0).first == 4
+
+
+@pytest.mark.parametrize("payloads", [(b"1234", b"1234", b"123"), (b"", b"", b"", b"")])
+def test_what_does_not_fit_loses_the_peer_and_all_that_waited(payloads: tuple[bytes, ...]) -> None:
+    box = Outbox("b", A, ControlSettings(outbox_messages=3, outbox_bytes=10))
+    *fit, last = payloads
+    for payload in fit:
+        box.put(payload)
+    under_way = box.begin(0.0)
+    with pytest.raises(OverflowError, match=rf"{len(fit)} messages \(\d bytes\) wait already for the agent of node b"):
+        box.put(last)
+    assert len(box) == 0 and box.lost is not None and box.lost.node == "b" and box.lost.hint
+    with pytest.raises(AgentUnavailableError, match="wait already"):
+        box.put(b"")
+    assert not box.answered(under_way), "what was under way belongs to a session that is over"
+    assert box.overflowed() is box.lost and box.overflowed() is None and box.troubled
+    again = box.begin(1.0)
+    assert again.payloads == [] and again.session > under_way.session
+    assert box.answered(again)
+    box.put(b"new")
+    assert box.begin(2.0).payloads == [b"new"]
 
 
 def test_an_outbox_loses_its_peer() -> None:
