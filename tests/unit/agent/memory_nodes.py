@@ -116,6 +116,10 @@ class MemoryJob(Job):
         head.others.after(lambda: asked.append(True))
         head.others.ask(10.0)
         self.deliver()
+        for flusher in self.flushers:
+            while flusher.open("place"):  # it has started
+                flusher.answer("place", True)
+        self.deliver()
         assert asked
         memory = head.memory.choose("run", incarnation if before is None else before)
         self.steps = self.sessions[0].opened("run", incarnation + 1, list(commits), memory)
