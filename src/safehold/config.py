@@ -51,9 +51,9 @@ class Config:
         flush_busy_share: Share of the node's CPU time that flushes take at most while training leaves no core idle; 0: no limit.
         flush_nice: Niceness of what runs beside training: flushers, and threads of the agent that populate arenas; 0 to 19.
         restore_threads: Threads of one rank's restore; all but one of them read at a time, and the other verifies and copies.
-        restore_pass_on: `auto`: bytes that several nodes want in a restore are read from storage once and passed on between their agents;
-            `off`: every node reads all that it wants.
-        restore_cache_bytes: Memory of a node for that, within its memory budget, and for as long as the restore takes.
+        restore_pass_on: `auto`: bytes that several nodes want in a restore, and the documents that all need, are read from storage once and
+            passed on between their agents; `off`: every node reads all that it wants, and every rank the documents.
+        restore_cache_bytes: Memory of a node for either, within its memory budget, and for as long as the restore takes.
         delete_grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
         lease_s: Seconds that a reader's lease (`safehold.load`) outlives a reader that died; renewed every third of it. 1 to 86400.
         split_bytes: Replicated tensors of at least this size are split by rows among the ranks that hold them.

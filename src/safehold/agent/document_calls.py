@@ -34,11 +34,12 @@ class DocumentCalls:
         value = maintenance.find(seen.tier, config, arguments, events)
         value["documents"], data = None, None
         if value["commit"] is not None:
+            commit, most, least = CommitId(*value["commit"]), config.restore_cache_bytes, arguments["share_from_bytes"]
             try:
-                data = bundle.collect(tier, CommitId(*value["commit"]), seen.found, config.restore_cache_bytes)
+                data = bundle.collect(tier, commit, seen.found, most, least)
             except (CheckpointError, OSError) as exc:  # ranks will meet it, and say what it means
                 events.emit("documents", "failed", error=str(exc))
-        if data is not None and len(data) >= arguments["share_from_bytes"]:
+        if data is not None:
             digest = document.digest(data)
             value["documents"] = [len(data), digest]
             with self._lock:

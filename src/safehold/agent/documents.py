@@ -72,8 +72,8 @@ class _Documents:
 
     Attributes:
         sources: Nodes above that may have it, the nearest first.
-        due: When the node above has been silent for too long.
-        state: `waiting` for the node above, `busy` (fetched, or read by the flusher), `here`, or `gone`: it will not come.
+        due: When the node above, or this node's flusher, has been silent for too long.
+        state: `waiting` for the node above, `busy` (a thread fetches), `reading` (the flusher does), `here`, or `gone`: it will not come.
         fetching: A thread writes to the memory.
         dropped: Nobody wants it any more.
     """
@@ -229,10 +229,9 @@ class NodeDocuments:
         if held is None:
             return
         held.asking = [entry for entry in held.asking if entry[0].rank != rank]
-        if rank in held.given:
-            held.given.discard(rank)
-            if not held.given:
-                self._drop()
+        held.given.discard(rank)
+        if not held.given:
+            self._drop()
 
     # -- having them -------------------------------------------------------------------------------------------------------
 
@@ -272,10 +271,10 @@ class NodeDocuments:
         if held.memory is None:
             self._give_up(held, "there is no memory for them")
             return
-        held.state = "busy"
+        held.state, held.due = "reading", self._clock.monotonic() + self._config.stall_timeout_s
 
         def was_read(_: object, error: CheckpointError | None) -> None:
-            if held.dropped:
+            if held.dropped or held.state == "gone":
                 return
             if error is not None:
                 self._give_up(held, str(error))
@@ -330,13 +329,18 @@ class NodeDocuments:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        return self._current.due if self._current is not None and self._current.state == "waiting" else None
+        held = self._current
+        return held.due if held is not None and held.state in ("waiting", "reading") else None
 
     def tick(self) -> None:
-        """Let the deadline pass: the node above is silent, and those above it are asked at once."""
+        """Let the deadline pass: of a silent node above, so that those above it are asked; of storage, so that ranks meet it themselves."""
         held = self._current
-        if held is not None and held.state == "waiting" and self._clock.monotonic() >= held.due:
+        if held is None or held.state not in ("waiting", "reading") or self._clock.monotonic() < held.due:
+            return
+        if held.state == "waiting":
             self._fetch(held, [*held.sources[1:], held.sources[0]])
+        else:
+            self._give_up(held, f"storage has not given them within {self._config.stall_timeout_s:g} s")
 
     def close(self) -> None:
         """Stop."""

@@ -81,7 +81,9 @@ class Bundled:
         return cast(Tier, self)
 
 
-def collect(tier: Tier, commit: CommitId, found: Mapping[str, bytes], limit_bytes: int) -> bytes | None:
+def collect(
+    tier: Tier, commit: CommitId, found: Mapping[str, bytes], limit_bytes: int, least_bytes: int = 0
+) -> bytes | None:
     """Return the bundle of a checkpoint; None where it would be larger than `limit_bytes` even without the objects.
 
     Args:
@@ -89,6 +91,7 @@ def collect(tier: Tier, commit: CommitId, found: Mapping[str, bytes], limit_byte
         commit: Which one.
         found: What has been read already; it is not read again.
         limit_bytes: Objects, of which users may have any amount, are left out where they do not fit, all of them.
+        least_bytes: Where there are fewer bytes it is None, too.
 
     Raises:
         IntegrityError: A document is damaged, as far as that is seen here.
@@ -122,6 +125,8 @@ def collect(tier: Tier, commit: CommitId, found: Mapping[str, bytes], limit_byte
         size = records.decode_node_record(files[path], path=path).objects_size_bytes
         if size:
             objects[f"{directory}/{paths.node_objects(ref.node)}"] = size
+    if total + sum(objects.values()) < least_bytes:
+        return None
     if total + sum(objects.values()) <= limit_bytes:
         files.update(_get_all(get, objects))
     made = pack(files)

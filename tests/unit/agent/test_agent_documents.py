@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agent_fakes import Node
 from several_nodes import Job
 
 from safehold.agent import document_messages as dm
@@ -221,6 +222,40 @@ def test_memory_goes_back_when_the_ranks_have_gone_or_given_up() -> None:
     assert found.lent()[0] == 0 and found.lent()[1] > 0, "rank 3 has not said that it is through"
     found.over(done=False, ranks=[3])
     assert not any(found.lent())
+
+
+def test_memory_goes_back_where_ranks_die_before_they_ask() -> None:
+    found = Restoring(2)
+    found.offer()
+    assert found.lent()[1] > 0
+    found.job.sessions[1].detach(2, found.job.peers[2], orderly=False)
+    assert found.lent()[1] == 0
+
+
+def test_storage_that_hangs_is_left_to_the_ranks() -> None:
+    found = Restoring(2, stall_timeout_s=7.0)
+    del found.job.flushers[0].at_once["documents"]
+    found.offer()
+    asked = found.ask()
+    found.job.tick(6.9)
+    assert 0 not in found.took(asked)
+    found.job.tick(0.2)
+    took = found.took(asked)
+    assert took[0] == b"" and took[2] == DATA and found.read == {1: 1}
+    found.job.flushers[0].answer("documents")  # too late
+    assert found.lent()[0] == 0 and found.job.sessions[0].passing.documents.provide("n1", DIGEST) is None
+
+
+def test_ranks_of_one_node_are_handed_what_is_large() -> None:
+    job = Node(2)
+    session = job.session
+    job.flusher.at_once["documents"] = lambda _: os.pwrite(job.flusher.last_fds[0], DATA, 0) and None
+    session.passing.documents.offered(m.RestoreOffer(0, 10, 1, 0, round=1, documents=(len(DATA), DIGEST)))
+    for peer in job.peers:
+        session.handle(peer, dm.DocumentsAsk(7, 1), None)
+        assert peer.taken[7] == DATA
+    session.handle(job.peers[1], dm.DocumentsOver(8, 1, True), None)
+    assert job.pool.total_bytes == 0
 
 
 def test_memory_of_a_node_that_still_fetches_goes_back_afterwards() -> None:
