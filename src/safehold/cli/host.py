@@ -149,6 +149,8 @@ def _memory_text(memory: dict[str, Any] | None) -> str:
         held.append(f"step {memory['step']}")
     if memory["copies"]:
         held.append(f"copies of {len(memory['copies'])}")
+    if memory["parity"] is not None:
+        held.append(f"parity of step {memory['parity']}")
     return ", ".join(held)
 
 

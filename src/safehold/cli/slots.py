@@ -37,7 +37,7 @@ def status_of(slot: RunSlot) -> dict[str, Any]:
 
 
 def memory_of(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what an agent holds: all memory in bytes, the newest step that is in memory only, and copies for other nodes.
+    """Return what an agent holds: all memory in bytes, the newest step that is in memory only, and copies or parity for other nodes.
 
     None where it does not say.
     """
@@ -49,6 +49,8 @@ def memory_of(facts: dict[str, Any]) -> dict[str, Any] | None:
             "step": held["only_step"],
             "copies": held["copies"],
             "partners": session.get("memory", {}).get("partners", []),
+            "parity": held.get("parity"),
+            "parity_set": session.get("memory", {}).get("parity_set", []),
         }
     except (KeyError, TypeError):
         return None

@@ -234,6 +234,7 @@ class Symbols:
                     self._silent.add(node)
             return exc
         except CheckpointError as exc:
+            self._note(node, name, None, exc)  # before anybody finds it silent, and looks for the reason
             self._silent.add(node)
             return exc
         return None

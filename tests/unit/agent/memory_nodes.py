@@ -135,9 +135,11 @@ class MemoryJob(Job):
         self.settle_threads(lambda: all(self.answer_to(rank, ask) for rank, ask in enumerate(asks)))
         return [self.answer_to(rank, ask) for rank, ask in enumerate(asks)]
 
-    def read(self, rank: int, node: int, path: str, size: int, offset: int = 0) -> bytes | m.Refused:
+    def read(
+        self, rank: int, node: int, path: str, size: int, offset: int = 0, *, whole: bool = False
+    ) -> bytes | m.Refused:
         """What a rank gets of what a node holds."""
-        ask = self.send(rank, held_messages.HeldAsk(0, node, path, offset, size))
+        ask = self.send(rank, held_messages.HeldAsk(0, node, path, offset, size, whole))
         peer = self.peers[rank]
         self.wait_for(lambda: self.answer_to(rank, ask))
         reply = self.answer_to(rank, ask)
@@ -209,7 +211,8 @@ class _Client:
         self.job, self.rank = job, rank
 
     def request(self, message: Any, expect: type, timeout_s: float, doing: str) -> tuple[Any, list[int]]:
-        found = self.job.read(self.rank, message.node, message.path, message.size, message.offset)
+        read = self.job.read
+        found = read(self.rank, message.node, message.path, message.size, message.offset, whole=message.whole)
         if isinstance(found, m.Refused):
             raise from_wire(found.error)
         fd = memfd.create(len(found), "read")

@@ -13,7 +13,7 @@ from memory_nodes import PACK_BYTES, SAVE, MemoryJob, pack_path, restored
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
-from safehold.errors import ChecksumError, TornFileError
+from safehold.errors import AgentUnavailableError, ChecksumError, TornFileError
 from safehold.format import paths
 from safehold.policy.placement import parse_scheme, place, survives
 from safehold.types import CommitId
@@ -116,6 +116,33 @@ def test_a_node_that_dies_in_the_middle_is_replaced_by_another_symbol() -> None:
     job.mend(0, 2)
     rest = bytes(source.read(MIB, 3 * MIB, memoryview(bytearray(3 * MIB))))
     assert first + rest == job.bytes_of(3, 5)
+
+
+def test_a_part_of_a_document_is_not_kept_as_the_document() -> None:
+    job = MemoryJob(4, memory_parity="xor:4")
+    job.save_in_memory(5)
+    path = f"{paths.checkpoint_dir(CommitId(5, 1, 0))}/{paths.node_objects(2)}"
+    data = job.pools[2].held.find(path).data
+    assert job.read(0, 2, path, 10) == data[:10]
+    assert job.read(0, 2, path, len(data), whole=True) == data
+    job.cut(0, 2)
+    assert job.read(0, 2, path, len(data), whole=True) == data, "once it is here it is asked for no more"
+
+
+def test_an_agent_that_died_says_nothing_about_the_checkpoint() -> None:
+    job = MemoryJob(4, memory_parity="xor:4")
+    job.save_in_memory(5)
+    job.restart({3})
+    offer = job.ask_restore()[0]
+    tier = job.tier_of(0, offer)
+    tier._run.client.alive = False  # type: ignore[misc]
+    with pytest.raises(AgentUnavailableError):
+        tier.give_back(3, paths.pack(3, 3, 0), 0, memoryview(bytearray(PACK_BYTES)))
+    tier = job.tier_of(0, offer)
+    for other in (1, 2):
+        job.cut(0, other)
+    with pytest.raises(TornFileError, match="no node can give it"):  # so an older checkpoint is tried, aloud
+        tier.get(f"{paths.checkpoint_dir(CommitId(5, 1, 0))}/{paths.node_objects(3)}", limit_bytes=10)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from redundant_nodes import COMMIT, DIRECTORY, Nodes
 
 from safehold.errors import (
     AgentUnavailableError,
+    CheckpointError,
     ChecksumError,
     DeadlineError,
     ManifestError,
@@ -23,6 +24,7 @@ from safehold.errors import (
 from safehold.format import crc, paths, records, redundancy
 from safehold.pipeline.block_work import Effort, Watch, in_threads
 from safehold.pipeline.redundancy import check_against, protect
+from safehold.pipeline.symbols import Symbols, view_of
 from safehold.policy.placement import parse_scheme, place
 from safehold.policy.stripes import Geometry, stream_of
 from safehold.testing.fake_tier import FakeTier
@@ -312,3 +314,24 @@ def test_threads_stop_at_the_first_failure_and_none_is_left() -> None:
     with pytest.raises(StorageError, match="the first"):
         in_threads(iter(range(1000)), work, num_buffers=1, effort=effort, watch=Watch(effort, "this"))
     assert len(begun) <= 2 and threading.active_count() == before
+
+
+def test_a_node_is_never_found_silent_without_a_reason() -> None:
+    """Of several threads that read of it one is told, and the others find out; whichever raises first has the reason."""
+    nodes = Nodes(None, [[5000], [6000]], seed=1)
+    one = layout(2, copies=1).sets[0]
+    decoded = [
+        records.decode_node_record(nodes.wanted[node][paths.node_record(node)], path="r") for node in one.members
+    ]
+    seen: list[bool] = []
+
+    class Watched(Symbols):
+        def _note(self, node: int, name: str, block: int | None, error: CheckpointError) -> None:
+            seen.append(self.answers(one.members.index(node)))
+            super()._note(node, name, block, error)
+
+    symbols = Watched(view_of(nodes.manifest.commit, one, decoded, [b"", b""]), nodes, one.members)
+    nodes.lose(one.members[1])
+    assert symbols.data(one.stripe_of_chunk(1, 0), 0, 0, 1, memoryview(bytearray(1 << 20)))
+    assert seen[0] and not symbols.answers(1)
+    assert len(symbols.faults) == 1
