@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,8 @@ FAST = {"peer_timeout_s": 2.0, "stall_timeout_s": 10.0}
 
 
 @pytest.fixture
-def hosts(host_zygote, tmp_path: Path) -> Iterator[Hosts]:
-    with hosts_or_skip(4, host_zygote, tmp_path) as found:
-        yield found
+def hosts(four_hosts: Hosts) -> Hosts:
+    return four_hosts
 
 
 def train(hosts: Hosts, *more: str, ranks: int = 1, on: list[int] | None = None, **settings: object) -> Job:

@@ -146,12 +146,11 @@ class Protector:
     def _mend(self, commit: CommitId, found: dict[str, Any]) -> None:
         assert self._scheme is not None
         at = {int(node): name for node, name in found["at"].items()}
+        saved = found["names"] or [str(node) for node in range(max(found["nodes"], default=0) + 1)]
         sets = [set_from_wire(one) for one in found["sets"]]
-        plan = mend(
-            self._scheme, found["nodes"], found["names"], at, sets, found["protected"], self._names, self._domains
-        )
+        plan = mend(self._scheme, found["nodes"], saved, at, sets, found["protected"], self._names, self._domains)
         if plan.left:
-            lost = ", ".join(found["names"][node] for node in plan.left)
+            lost = ", ".join(saved[node] for node in plan.left)
             text = f"step {commit.step} stays without the files of node {lost}: no node has come in its place"
             self._say(f"{text}; the next save is protected on the nodes that there are")
             return
@@ -159,7 +158,7 @@ class Protector:
         for task in rebuilds:
             self._say(
                 f"rebuilding step {commit.step} on node {self._names[task.where]}: what node "
-                f"{found['names'][task.node]} has saved"
+                f"{saved[task.node]} has saved"
             )
         shares = [_Task(plan.at[node], node, of) for node, of in plan.shares]
         phases = [phase for phase in (rebuilds, shares) if phase]

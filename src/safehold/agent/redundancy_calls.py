@@ -14,7 +14,7 @@ from typing import Any
 
 from safehold.agent.redundancy_wire import set_from_wire, set_to_wire
 from safehold.config import Config
-from safehold.errors import CheckpointError, IntegrityError, StorageFullError
+from safehold.errors import CheckpointError, IntegrityError, SkippedError, StorageFullError
 from safehold.events import EventStream
 from safehold.format import document, paths, records
 from safehold.format.crc import BLOCK_BYTES, num_blocks
@@ -79,7 +79,12 @@ class RedundancyCalls:
         if not isinstance(tier, JoinedTier):
             raise ValueError("redundancy is for disks of the nodes' own")
         started = time.monotonic()
-        num_bytes = work(tier, arguments, self._effort(arguments))
+        try:
+            num_bytes = work(tier, arguments, self._effort(arguments))
+        except FileNotFoundError as exc:
+            commit = CommitId(*arguments["commit"])
+            text, path = "the checkpoint is not there any more", paths.checkpoint_dir(commit)
+            raise SkippedError(text, step=commit.step, path=path) from exc
         return {"bytes": num_bytes, "seconds": time.monotonic() - started}
 
     def _effort(self, arguments: dict[str, Any]) -> Effort:

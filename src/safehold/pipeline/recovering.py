@@ -78,10 +78,8 @@ class RecoveringTier(JoinedTier):
             return super().get(path, limit_bytes=limit_bytes, retry_s=retry_s)
         try:
             data = super().get(path, limit_bytes=limit_bytes, retry_s=retry_s)
-        except (FileNotFoundError, IntegrityError):
-            lost = self._lost_of(commit, node)
-            if lost is None:
-                raise
+        except (FileNotFoundError, IntegrityError) as exc:
+            lost = self._lost_or(exc, commit, node)
             return _small(lost, name, limit_bytes)
         return data if self._fits(commit, node, name, data) else self._instead(commit, node, name, data, limit_bytes)
 
@@ -151,6 +149,18 @@ class RecoveringTier(JoinedTier):
         except FileNotFoundError:
             return None
         return self.lost(manifest, node) if any(ref.node == node for ref in manifest.nodes) else None
+
+    def _lost_or(self, cause: Exception, commit: CommitId, node: int) -> LostNode:
+        """Return a node as `lost`; where it cannot be given back, and is there, what is wrong is the cause."""
+        try:
+            lost = self._lost_of(commit, node)
+        except IntegrityError:
+            if node not in self.where(self._manifest(commit)):
+                raise
+            lost = None
+        if lost is None:
+            raise cause
+        return lost
 
     def _open(self, survey: _Survey, node: int) -> LostNode | CheckpointError:
         others = sorted(

@@ -13,6 +13,7 @@ from safehold._version import __version__
 from safehold.agent import greeting
 from safehold.agent import messages as m
 from safehold.agent import server as server_module
+from safehold.agent import words as w
 from safehold.errors import AgentUnavailableError, ConfigurationError, DeadlineError, from_wire
 from safehold.host.sockets import ChannelClosed
 
@@ -205,4 +206,27 @@ def test_another_protocol_is_answered_in_the_words_that_all_versions_know(agent:
     assert greeted(agent.trainer(), greeting.STATUS).word == greeting.IS_HERE
     assert not agent.server._leaving, "who only asks drives nobody away"
     assert greeted(agent.trainer(), greeting.HELLO).word == greeting.LEAVES
+    assert has_left(agent)
+
+
+# -- redundancy ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["trainers gone", "told to leave"])
+def test_it_stays_while_other_nodes_may_read_from_it_for_redundancy(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setattr(server_module, "ORDERLY_LINGER_S", 0.05)
+    [trainer] = agent.join(world_of(1))
+    guard = agent.server._current.guard  # type: ignore[union-attr]
+    guard._is_on = True
+    agent.server.post(guard.committed)
+    if told:
+        agent.server.terminate()
+    else:
+        trainer.ask(m.Bye(20, False))
+    trainer.channel.close()
+    time.sleep(0.3)
+    assert agent.thread.is_alive()
+    agent.server.post(lambda: guard.over(w.ProtectionOver(1, 1, 5, True, True)))
     assert has_left(agent)
