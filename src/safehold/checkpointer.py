@@ -26,7 +26,7 @@ from safehold.state.leaves import RestoreOptions
 from safehold.tiers.open import place
 from safehold.trainer.connection import Run, leave, open_flash, open_run
 from safehold.trainer.failures import Failures
-from safehold.trainer.handles import SaveHandle, wait_all
+from safehold.trainer.handles import SaveHandle, SaveOptions, wait_all
 from safehold.trainer.metrics import metric_values
 from safehold.trainer.overdue import Overdue
 from safehold.trainer.preparing import quietly
@@ -34,7 +34,7 @@ from safehold.trainer.remote import resolve
 from safehold.trainer.restorer import Restorer, RestoreReport
 from safehold.trainer.saver import Saver
 from safehold.trainer.steps import check_order, step_number
-from safehold.trainer.terminal import NOT_AWAITED, end_program, restore_progress
+from safehold.trainer.terminal import IN_MEMORY_ONLY, NOT_AWAITED, end_program, restore_progress
 from safehold.types import Store
 
 log = logging.getLogger("safehold")
@@ -194,12 +194,12 @@ class Checkpointer:
         if announced:
             # Told once the save has begun: a rank that is seen behind an announced step has passed it.
             try:
-                return self._save(step, state, metrics or {}, announced=True)
+                return self._save(step, state, metrics or {}, SaveOptions(announced=True, overlap=self._overlap))
             finally:
                 self._tell_progress(step)
         self._tell_progress(step)
         if due:
-            return self._save(step, state, metrics or {})
+            return self._save(step, state, metrics or {}, SaveOptions(overlap=self._overlap))
         if not self._prepared and self._every:
             quietly(lambda: self.prepare(state, wait=False))
         return None
@@ -227,6 +227,7 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
         final: bool = False,
         overwrite: bool = False,
+        flush: bool = False,
     ) -> SaveHandle:
         """Save now, on every rank.
 
@@ -237,6 +238,7 @@ class Checkpointer:
             metrics: For retention (`Keep(best=...)`); kept with the checkpoint.
             final: The last save of a finished training: always kept, and `close` waits for it.
             overwrite: Replace a checkpoint of this step that is committed already.
+            flush: With `flush_every`: flush this one to storage, whichever it is.
 
         Returns:
             The handle. Nothing is durable yet: `handle.wait()` waits until it is.
@@ -250,7 +252,8 @@ class Checkpointer:
         step = self._check(step)
         if not final:
             self._failures.raise_pending()
-        handle = self._save(step, state, metrics or {}, final=final, overwrite=overwrite)
+        options = SaveOptions(final=final, overwrite=overwrite, flush=flush, overlap=self._overlap)
+        handle = self._save(step, state, metrics or {}, options)
         if final:  # there is no later one that could make up for it
             self._failures.raise_pending()
         return handle
@@ -260,29 +263,18 @@ class Checkpointer:
         step: int,
         state: Any,
         metrics: dict[str, float],
-        *,
-        final: bool = False,
-        announced: bool = False,
-        overwrite: bool = False,
+        options: SaveOptions,
     ) -> SaveHandle:
         assert self._saver is not None
         with self._saver.alone():
-            if not overwrite:
+            if not options.overwrite:
                 in_flight = [handle.step for handle in self._saver.open_handles()]
                 newest = max(in_flight, default=None) if self._newest is None else max([self._newest, *in_flight])
                 check_order(step, newest, path=self.path, rank=self.rank)
             if self._overlap:
                 self._hook(state)
             self._prepared = True
-            handle = self._saver.save(
-                step,
-                state,
-                metrics=metric_values(metrics, step),
-                final=final,
-                announced=announced,
-                overwrite=overwrite,
-                overlap=self._overlap,
-            )
+            handle = self._saver.save(step, state, options, metrics=metric_values(metrics, step))
             self._last_saved = step
             return handle
 
@@ -361,6 +353,7 @@ class Checkpointer:
         report = self._restorer.restore(state, wanted, options)
         self.last_restore = report
         self._saver.forget_bindings()
+        self._saver.restored(report.tier if report is not None else "")
         if report is not None:
             if self._newest is not None and report.step < self._newest and self.rank == 0:
                 log.warning(
@@ -430,6 +423,10 @@ class Checkpointer:
         if self._unhook is not None:
             self._unhook()
             self._unhook = None
+        if self._saver is not None and self._saver.newest_tier == "memory":  # it would go with the agents
+            linger = True
+            if self.rank == 0:
+                log.warning("safehold: step %s %s", self._newest, IN_MEMORY_ONLY)
         try:
             if self._saver is not None:
                 self._saver.close(timeout_s)

@@ -36,6 +36,9 @@ class Config:
         restore_timeout_s: Seconds for a whole restore, waiting for other ranks included.
         stall_timeout_s: Seconds without one byte of progress after which a read of a restore is given up.
         agent_linger_s: Seconds that an agent stays after its last trainer is gone, so that a restart finds it and its memory.
+        flush_every: Of the saves, every so many-th is flushed to storage, and the first of each start of the job; the others stay in
+            memory, with copies at other nodes. 1: all are flushed. See docs/memory.md.
+        memory_copies: How many other nodes keep a copy of a save that stays in memory, where there are any; 0 to 3.
         memory_budget_bytes: Upper bound for the arenas of this node, within what is available when they are allocated; 0: 0.6 of that.
         pack_size_bytes: A rank's arena is split into packs of about this size.
         flush_threads: Threads that write one rank's packs.
@@ -82,6 +85,8 @@ class Config:
     restore_timeout_s: float = 3600.0
     stall_timeout_s: float = 120.0
     agent_linger_s: float = 300.0
+    flush_every: int = 1
+    memory_copies: int = 1
     memory_budget_bytes: int = 0
     pack_size_bytes: int = 64 << 30
     flush_threads: int = 3
@@ -131,6 +136,10 @@ class Config:
             raise ConfigurationError(text, hint=hint)
         if not 1 <= self.flush_threads <= MAX_THREADS or not 1 <= self.restore_threads <= MAX_THREADS:
             raise ConfigurationError(f"flush_threads and restore_threads must be from 1 to {MAX_THREADS}")
+        if self.flush_every < 1:
+            raise ConfigurationError("flush_every must be at least 1")
+        if not 0 <= self.memory_copies <= 3:
+            raise ConfigurationError("memory_copies must be from 0 to 3")
         if self.max_failures < 0:
             raise ConfigurationError("max_failures must be at least 0")
         if not 1 << 20 <= self.flush_block_bytes <= 1 << 30 or self.flush_block_bytes % (1 << 20):

@@ -193,10 +193,14 @@ def test_what_two_jobs_did_without_each_other_is_not_merged() -> None:
     job.save(10, 1)
     for node in "ab":  # each alone
         alone = LocalWorld([node], {node: world.disks[node]})
-        LocalJob(alone, Promises()).open()
+        job = LocalJob(alone, Promises())
+        job.open()
+        job.save(20, 1)
     with pytest.raises(ConfigurationError, match="incarnation 2 was opened on node a and, without it, on node b"):
         LocalJob(world, Promises()).open()
     other = LocalWorld(["c"])
-    LocalJob(other, Promises()).open()
+    job = LocalJob(other, Promises())
+    job.open()
+    job.save(10, 1)
     with pytest.raises(ConfigurationError, match="nodes a and c hold different runs"):
         LocalJob(LocalWorld(["a", "c"], {**world.disks, **other.disks}), Promises()).open()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hosts_here import hosts_or_skip
 
 from safehold.policy.placement import parse_scheme, place
 from safehold.testing.hosts import Host, Hosts, Job, run_job
@@ -61,7 +60,7 @@ def until_protected(job: Job, hosts: Sequence[Host], step: int) -> None:
 @pytest.fixture(scope="module")
 def unbroken(host_zygote, tmp_path_factory) -> str:
     """What all runs of four ranks must come to."""
-    with hosts_or_skip(4, host_zygote, tmp_path_factory.mktemp("unbroken")) as hosts, train(hosts) as job:
+    with Hosts(4, root=tmp_path_factory.mktemp("unbroken") / "hosts", zygote=host_zygote) as hosts, train(hosts) as job:
         found = finals(ended(job))
     assert len(found) == 1
     return found.pop()

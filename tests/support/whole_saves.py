@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from safehold.clock import SystemClock
+from safehold.clock import SystemClock, new_token
 from safehold.config import Config
 from safehold.errors import CheckpointError, StorageFullError
 from safehold.events import EventStream
@@ -153,7 +153,7 @@ class Job:
     ) -> None:
         self.tier, self.promises, self.keep = tier, promises, keep or Keep(last=3)
         self.config = Config(delete_grace_s=grace_s)
-        self.world_size, self.pack_size_bytes, self.token = world_size, pack_size_bytes, token
+        self.world_size, self.pack_size_bytes, self.token = world_size, pack_size_bytes, token or new_token()
         self.incarnation = 0
         self.steps: list[int] = []
         self.given_up: set[CommitId] = set()
@@ -177,7 +177,7 @@ class Job:
             rejected |= {c for c in self.promises.begun if c.step == up_to.step and c != up_to}
         self.promises.kept -= rejected
         arguments = {
-            "token": self.token or f"token {id(self)}",
+            "token": self.token,
             "up_to": None if up_to is None else wire(up_to),
             "exclude": [wire(commit) for commit in exclude],
             "reason": "test",

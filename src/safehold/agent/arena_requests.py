@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.agent.arenas import Arena
 from safehold.agent.node_save import Peer
 from safehold.agent.saves import NodeSaves
-from safehold.errors import CheckpointError, ConfigurationError, RankLostError
-from safehold.host import memfd
+from safehold.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from safehold.agent.session import Session
@@ -31,22 +31,25 @@ def prepare(here: Session, peer: Peer, message: m.Prepare, saves: NodeSaves) -> 
         peer.reply(m.Prepared(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
 
     here.pool.prefer(peer.rank, message.numa_node)
-    here.pool.acquire(peer.rank, saves.arena_size(peer.rank, message.arena_bytes), ready)
+    here.memory.wanted(peer.rank, message.arena_bytes)
+    if message.other:
+        here.memory.prepare_other(peer, message, ready)
+    else:
+        here.memory.turn(peer.rank, message.arena_bytes)
+        here.pool.acquire(peer.rank, saves.arena_size(peer.rank, message.arena_bytes), ready)
 
 
-def memory(here: Session, peer: Peer, message: m.MemoryAsk | m.RestoreDone) -> None:
-    """Let a rank read what another one's arena holds, or hear that it is through.
+def memory(here: Session, peer: Peer, message: held_messages.MemoryAsk | held_messages.HeldAsk | m.RestoreDone) -> None:
+    """Let a rank read what is in memory of another one, or of a node, or hear that it is through.
 
     Raises:
         RankLostError: That memory is gone.
     """
     match message:
-        case m.MemoryAsk():
-            arena = here.pool.of(message.rank)
-            if arena is None or arena.content is None:
-                raise RankLostError(f"the memory of rank {message.rank} is gone", rank=message.rank)
-            with memfd.read_only(arena.fd) as fd:
-                peer.reply(m.MemorySource(message.id, arena.size_bytes, arena.packs), (fd,))
+        case held_messages.MemoryAsk():
+            here.memory.lend(peer, message)
+        case held_messages.HeldAsk():
+            here.memory.ask(peer, message)
         case m.RestoreDone():
-            here.pool.drop_idle(set(here.local_ranks), set())  # no rank reads another job's memory any more
+            here.memory.restored()
             peer.reply(m.Done(message.id))

@@ -32,9 +32,10 @@ from safehold.host.memfd import Mapping
 from safehold.host.process import lower_priority
 from safehold.host.sockets import Channel, ChannelClosed
 from safehold.pipeline import ledger, maintenance
-from safehold.pipeline.flush import FlushJob, StagedWord, flush_rank
+from safehold.pipeline.flush import FlushJob, PackPlace, StagedWord, flush_rank
 from safehold.pipeline.leases import Observer
-from safehold.pipeline.memory_check import arena_matches
+from safehold.pipeline.memory_check import arena_matches, packs_match
+from safehold.pipeline.nowhere import Nowhere
 from safehold.pipeline.pacing import Pacer
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import JoinedTier
@@ -71,7 +72,8 @@ class FlusherProcess:
         self.events = EventStream("flusher")
         self._remote: Any = None
         self._operations: dict[str, Callable[[dict[str, Any], list[int]], Any]] = {
-            "flush": self._flush,
+            "flush": lambda arguments, fds: self._flush(arguments, fds, self._open()),
+            "hold": lambda arguments, fds: self._flush(arguments, fds, Nowhere()),
             "check_memory": self._check_memory,
             "retire": self._observing(maintenance.retire),
             "sweep": self._observing(maintenance.sweep_debris),
@@ -216,7 +218,8 @@ class FlusherProcess:
                 found = self._arenas[arena_id] = Mapping(fd, size, writable=False)
             return found
 
-    def _flush(self, arguments: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    def _flush(self, arguments: dict[str, Any], fds: list[int], place: PackPlace) -> dict[str, Any]:
+        """Flush an arena; to `Nowhere` it is only checksummed, as it is staged."""
         commit = CommitId(*arguments["commit"])
         key = (commit.step, commit.incarnation, commit.attempt)
         arena_fd, control_fd, wake_fd = fds
@@ -241,7 +244,7 @@ class FlusherProcess:
             control.begin_flush(save_seq)
             word = _staged_word(control, save_seq)
             result = flush_rank(
-                self._open(),
+                place,
                 job,
                 mapping.view,
                 word,
@@ -263,6 +266,8 @@ class FlusherProcess:
     def _check_memory(self, arguments: dict[str, Any], fds: list[int]) -> bool:
         mapping = self._mapped(arguments["arena_id"], fds[0], arguments["arena_bytes"])
         packs = [(start, size) for start, size in arguments["packs"]]
+        if arguments.get("block_crcs") is not None:  # of a checkpoint that is on no storage
+            return packs_match(arguments["block_crcs"], packs, mapping.view)
         return arena_matches(self._open(), CommitId(*arguments["commit"]), arguments["rank"], packs, mapping.view)
 
     def _observing(self, operation: Callable[..., Any]) -> Callable[[dict[str, Any], list[int]], Any]:

@@ -51,7 +51,7 @@ class Follower:
         self._told_at = self._polled_at = clock.monotonic()
         self._announced: int | None = None
         self._asks = NodeAsks(num_ranks, send, clock)
-        self._manifests: dict[int, bytes] = {}
+        self._manifests: dict[int, tuple[bytes, dict[int, list[int]]]] = {}
         self.lost: CheckpointError | None = None
         self._settling: list[tuple[float, Callable[[], None], Callable[[], bool]]] = []
 
@@ -112,8 +112,9 @@ class Follower:
         waiting = self._asks.answered(word.rank, reply.id)
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
             if reply.manifest:
-                self._manifests = {reply.round: reply.manifest}
-            reply = msgspec.structs.replace(reply, manifest=self._manifests.get(reply.round, b""))
+                self._manifests = {reply.round: (reply.manifest, reply.in_memory_of)}
+            manifest, in_memory_of = self._manifests.get(reply.round, (b"", {}))
+            reply = msgspec.structs.replace(reply, manifest=manifest, in_memory_of=in_memory_of)
         return [(peer, msgspec.structs.replace(reply, id=question.id)) for peer, question in waiting]
 
     def announced(self, step: int) -> None:

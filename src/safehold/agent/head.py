@@ -16,22 +16,25 @@ from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.announcer import Announcer
 from safehold.agent.dealing import Dealing
-from safehold.agent.fetching import Afar, Fetching, look_afar
+from safehold.agent.fetching import Fetching
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.here import Here
 from safehold.agent.known import Known
 from safehold.agent.lead import Lead
 from safehold.agent.means import Spawn, in_thread
+from safehold.agent.memory_held import Held
+from safehold.agent.memory_lead import MemoryLead
 from safehold.agent.parts import AllParts, PartStore
 from safehold.agent.places import Places
 from safehold.agent.protector import Protector
 from safehold.agent.ranks_afar import afar
+from safehold.agent.rebasing import Rebasing
 from safehold.agent.replicator import Replicator
 from safehold.agent.restores import Restores
 from safehold.agent.retention import Retention
 from safehold.agent.settling import OthersSettled
 from safehold.agent.undeclared import specs_of, without_contradictions
-from safehold.clock import Clock, new_token
+from safehold.clock import Clock
 from safehold.config import Config
 from safehold.errors import CheckpointError, SupersededError
 from safehold.events import EventStream
@@ -54,7 +57,7 @@ class Head:
         flusher: For tier work.
         copier: The process that copies to the second place; None: there is none.
         own_parts: The parts that this node's ranks began with.
-        memory_of: Returns the local arenas that hold a commit.
+        held: What is in memory here.
         send: Tells another node, if it can be reached.
         post: Runs a function in the dispatcher.
         spawn: Has planning done beside it.
@@ -70,7 +73,7 @@ class Head:
         flusher: Flusher,
         copier: Flusher | None,
         own_parts: PartStore,
-        memory_of: Callable[[CommitId], list[Any]],
+        held: Held,
         send: Callable[[int, w.Word], None],
         post: Post,
         clock: Clock,
@@ -78,7 +81,6 @@ class Head:
         spawn: Spawn = in_thread,
     ) -> None:
         self._here, self._config, self._flusher, self._send = here, config, flusher, send
-        self._copier = copier
         self._post, self._clock, self._events, self._spawn = post, clock, events, spawn
         world = here.world
         self._ranks_of = dict(enumerate(world.ranks_by_node()))
@@ -92,7 +94,6 @@ class Head:
         self._compared: dict[tuple[int, int], dict[int, dict[str, int]]] = {}
         self._when_idle: list[Callable[[], None]] = []
         self._on_settled: list[Callable[[], None]] = []
-        self._rebase_lost = False
         self._known: Known | None = None
         self._manifests: dict[int, int] = {}
         self.lead: Lead | None = None
@@ -111,16 +112,21 @@ class Head:
             drop=lambda: self.tell_all(w.DropAnnounced()),
             num_nodes=len(self._ranks_of),
         )
+        self.memory = MemoryLead(
+            here, config=config, held=held, tell_all=self.tell_all, post=post, clock=clock, events=events, spawn=spawn
+        )
+        rebasing = Rebasing(here, config=config, flusher=flusher, copier=copier, memory=self.memory)
         self.restores = Restores(
             local_ranks=list(range(world.world_size)),
             config=config,
             flusher=flusher,
-            memory_of=memory_of,
-            rebase=self._rebase,
+            memory_of=lambda commit: here.memory.here(commit),
+            memory=self.memory,
+            rebase=rebasing.rebase,
             when_idle=self.when_idle,
             incarnation=lambda: here.incarnation,
             clock=clock,
-            in_doubt=lambda: self._rebase_lost,
+            in_doubt=lambda: rebasing.lost,
             fetching=Fetching(config=config, copier=copier) if copier is not None else None,
             planned=lambda number: self._dealing.deal(number),
             restored=self.protector.restored,
@@ -161,6 +167,7 @@ class Head:
         """Begin an incarnation without saves; what was in flight of one before gets no say any more."""
         here, world = self._here, self._here.world
         self._known, self._compared = known, {}
+        self.memory.start()
 
         def current() -> bool:
             return self.lead is lead
@@ -182,6 +189,7 @@ class Head:
             clock=self._clock,
             events=self._events,
             spawn=self._spawn,
+            memory=self.memory,
         )
         self.announcer.restart()
 
@@ -251,6 +259,7 @@ class Head:
                 self._check_ranks(node, report.steps)
                 self._steps.update(report.steps)
             case w.SettledHere():
+                self.memory.told[node] = report.held
                 self.others.settled(node, report.number)
             case w.Saw():
                 self.places.saw(node, report)
@@ -258,6 +267,8 @@ class Head:
                 self.replicator.copied(node, report)
             case w.Wants():
                 self._dealing.wants(node, report)
+            case w.MemoryBegins() | w.HeldHere() | w.HoldsManifest():
+                self.memory.report(node, report)
             case w.ProtectedHere():
                 self.protector.told(node, report)
             case w.Came():
@@ -345,6 +356,7 @@ class Head:
         """A node's agent is dead or cannot be reached."""
         if self.lead is not None:
             self.lead.handle(protocol.NodeGone(node=node))
+        self.memory.node_lost(node)
         for rank in self._ranks_of[node]:
             self.restores.rank_gone(rank)
         self._manifests.pop(node, None)
@@ -379,31 +391,34 @@ class Head:
                 self._send(node, word)
         self._here.hear(word)
 
-    def tell_opened(self, steps: list[int]) -> None:
+    def tell_opened(self, steps: list[int], memory: CommitId | None = None) -> None:
         """Tell the other nodes of a new incarnation."""
         here = self._here
         for node in self._ranks_of:
             if node != here.node:
-                self._send(node, w.Opened(here.run_id, here.incarnation, steps))
+                self._send(node, w.Opened(here.run_id, here.incarnation, steps, memory))
 
     def _ask_part(self, rank: int, digest: str) -> None:
         self.tell(self._here.world.node_of[rank], w.PartWanted(rank, digest))
 
     def _committed(self, step: int, attempt: int, node: int | None) -> None:
-        word = w.Committed(self._here.incarnation, step, attempt)
         if node is not None:
-            self.tell(node, word)
+            in_memory = self.memory.is_memory(step, attempt)
+            self.tell(node, w.Committed(self._here.incarnation, step, attempt, in_memory))
             return
+        in_memory = self.memory.committed(step, attempt)
+        word = w.Committed(self._here.incarnation, step, attempt, in_memory)
         _, final = self._here.facts_of(step, attempt)
         try:
             self.tell_all(word)
         finally:
             self._over(step, attempt)
-            self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
             self.announcer.committed(step)
             assert self._known is not None
-            self._retention.retire(self._known, step, attempt)
-            self.protector.committed(step, attempt)
+            if not in_memory:  # else there is nothing to replicate or protect, and nothing in its place to delete
+                self.replicator.committed(CommitId(step, self._here.incarnation, attempt), final=final)
+                self._retention.retire(self._known, step, attempt)
+                self.protector.committed(step, attempt)
             self._check_idle()
 
     def _abandoned(self, action: protocol.Abandon) -> None:
@@ -415,6 +430,7 @@ class Head:
         if action.to_node is not None:
             self.tell(action.to_node, word)
             return
+        self.memory.abandoned(action.step, action.attempt)
         self.tell_all(word)
         self._over(action.step, action.attempt)
         self.announcer.abandoned(action.step)
@@ -434,36 +450,6 @@ class Head:
             self.tell_all(w.ToAll(f"retention failed: {error}"))
         elif value and value.get("problem"):
             self.tell_all(w.ToAll(f"retention deletes nothing: {value['problem']}"))
-
-    def _rebase(
-        self, commit: CommitId, bad: list[CommitId], done: Callable[[int, CheckpointError | None], None]
-    ) -> None:
-        here = self._here
-        arguments = {
-            "token": new_token(),
-            "up_to": [commit.step, commit.incarnation, commit.attempt],
-            "exclude": [[entry.step, entry.incarnation, entry.attempt] for entry in bad],
-            "reason": f"restored step {commit.step}",
-        }
-
-        def look(*, again: bool) -> None:
-            look_afar(self._copier, self._config, lambda afar: ask(afar, again=again), lambda error: done(0, error))
-
-        def ask(afar: Afar, *, again: bool) -> None:
-            def opened(value: Any, error: CheckpointError | None) -> None:
-                self._rebase_lost = error is not None and self._flusher.lost
-                if error is None:
-                    here.opened(value["run_id"], value["incarnation"], value["steps"])
-                    done(here.incarnation, None)
-                elif self._rebase_lost and not again and not here.ended_by:
-                    look(again=True)  # else this very session may be superseded by what was done
-                else:
-                    done(0, error)
-
-            given = {**arguments, "held": afar.held}
-            self._flusher.call("open_run", given, opened, timeout_s=self._config.start_timeout_s)
-
-        look(again=False)
 
     # -- time ------------------------------------------------------------------------------------------------------------
 

@@ -70,8 +70,11 @@ class Hearing:
         """
         match word:
             case w.Committed() if word.incarnation == self._here.incarnation:
-                self._here.guard.committed()
-                self._here.committed(word.step, word.attempt)
+                if not word.in_memory:
+                    self._here.guard.committed()
+                self._here.committed(word.step, word.attempt, in_memory=word.in_memory)
+            case w.HoldManifest():
+                self._here.memory.hold_manifest(word)
             case w.Abandoned() if word.incarnation == self._here.incarnation:
                 self._here.abandoned(word)
             case w.Committed() | w.Abandoned():
@@ -79,8 +82,7 @@ class Hearing:
             case w.Opened():
                 self._opened_elsewhere(word)
             case w.SettleOld():
-                settled = lambda: self._here.send(self._here.lead_node, w.SettledHere(word.number))  # noqa: E731
-                self._settle_old(self._here, settled, word.deadline_s)
+                self._settle_old(self._here, lambda: self._settled(word.number), word.deadline_s)
             case w.SeeFile():
                 here = self._here
                 places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
@@ -125,6 +127,9 @@ class Hearing:
             case _:
                 raise msgspec.ValidationError(f"{type(word).__name__} is no word of a lead")
 
+    def _settled(self, number: int) -> None:
+        self._here.send(self._here.lead_node, w.SettledHere(number, self._here.memory.told()))
+
     def _tell_ranks(self, message: m.Settled | m.Durable | m.LeftOut) -> None:
         for peer in list(self._here.peers.values()):
             peer.reply(message)
@@ -132,7 +137,7 @@ class Hearing:
     def _opened_elsewhere(self, word: w.Opened) -> None:
         if self._here.ended_by or word.incarnation <= self._here.incarnation:
             return
-        self._here.opened(word.run_id, word.incarnation, word.steps)
+        self._here.opened(word.run_id, word.incarnation, word.steps, word.memory)
         self._on_opened(self._here, word.steps)
         joining, self._joining = self._joining, []
         for peer, message in joining:
@@ -149,9 +154,9 @@ class Hearing:
 
     def _answer(self, peer: Peer, reply: Any) -> None:
         if isinstance(reply, m.RestoreOffer) and reply.step is not None:
-            held = self._here.pool.holding(CommitId(reply.step, reply.incarnation, reply.attempt))
-            memory = sorted(arena.rank for arena in held)
-            verified = sorted(arena.rank for arena in held if arena.verified)
+            held = self._here.memory.here(CommitId(reply.step, reply.incarnation, reply.attempt))
+            memory = sorted(found.rank for found in held)
+            verified = sorted(found.rank for found in held if found.verified)
             reply = msgspec.structs.replace(reply, memory=memory, verified=verified)
         peer.reply(reply)
 
@@ -179,6 +184,8 @@ class Hearing:
         """
         if isinstance(message, w.Chunks):
             self._here.passing.heard(node, message)
+        elif isinstance(message, w.CopyNeeds):
+            self._here.memory.ward_needs(node, message.size_bytes)
         elif self._here.head is not None and isinstance(message, w.Report):
             self._here.head.report(node, message)
         elif self._here.follower is not None and node == self._here.lead_node:

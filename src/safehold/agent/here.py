@@ -6,6 +6,8 @@ from typing import Protocol
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
+from safehold.agent.memory_node import NodeMemory
+from safehold.types import CommitId
 
 
 class Here(Protocol):
@@ -16,12 +18,15 @@ class Here(Protocol):
     run_id: str
     incarnation: int
     ended_by: int
+    memory: NodeMemory
 
     def hear(self, word: w.Word) -> None:
         """Take a word of the lead."""
         ...
 
-    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
+    def opened(
+        self, run_id: str, incarnation: int, steps: list[int] | None, memory: CommitId | None = None
+    ) -> list[int]:
         """A new incarnation is open."""
         ...
 

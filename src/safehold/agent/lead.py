@@ -14,6 +14,7 @@ from typing import Any
 
 from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
 from safehold.agent.means import Spawn, in_thread
+from safehold.agent.memory_lead import MemoryLead
 from safehold.agent.parts import AllParts
 from safehold.clock import Clock
 from safehold.config import Config
@@ -47,6 +48,7 @@ class Lead:
         on_settled: Told when `settle` has come to its end.
         post: Runs a function in the dispatcher.
         spawn: Has planning done beside it.
+        memory: For saves that stay in memory.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Lead:
         clock: Clock,
         events: EventStream,
         spawn: Spawn = in_thread,
+        memory: MemoryLead | None = None,
     ) -> None:
+        self._memory = memory
         self._node_of, self._incarnation, self._run_id = node_of, incarnation, run_id
         self._config, self._flusher, self._parts, self._facts = config, flusher, parts, facts
         self._on_committed, self._on_abandoned, self._on_settled = on_committed, on_abandoned, on_settled
@@ -138,11 +142,17 @@ class Lead:
     def _build(self, action: protocol.BuildPlan) -> None:
         digests = tuple(action.part_digests[rank] for rank in sorted(action.part_digests))
         self._digests[action.step, action.attempt] = digests
-        known = self._plans.get(digests)
+        memory = self._of_memory(action.step, action.attempt)
+        if memory is not None and (error := memory.disagreement(action.step, action.attempt)) is not None:
+            failed = protocol.PlanFailed(step=action.step, attempt=action.attempt, error=error)
+            self._post(lambda: self.handle(failed))
+            return
+        known = self._plans.get(digests) if memory is None else memory.plan_of(digests)
         if known is None:
             self._make_plan(action.step, action.attempt, digests, self.handle)
             return
-        self._plans.move_to_end(digests)
+        if memory is None:
+            self._plans.move_to_end(digests)
         ready = protocol.PlanReady(step=action.step, attempt=action.attempt, plan_digest=known[0], plan_size=known[1])
         self._post(lambda: self.handle(ready))
 
@@ -184,6 +194,11 @@ class Lead:
         if not isinstance(made, protocol.PlanReady):
             then(made)
             return
+        memory = self._of_memory(made.step, made.attempt)
+        if memory is not None:
+            memory.keep_plan(digests, made.plan_digest, data)
+            then(made)
+            return
 
         def stored(value: Any, error: CheckpointError | None) -> None:
             if error is None:
@@ -201,6 +216,10 @@ class Lead:
 
     def _publish(self, action: protocol.Publish, *, healed: bool = False) -> None:
         metrics, final = self._facts(action.step, action.attempt)
+        memory = self._of_memory(action.step, action.attempt)
+        if memory is not None:
+            memory.publish(action, metrics, final, lambda error: self._told_to_all(action, error))
+            return
         arguments = {
             "commit": [action.step, self._incarnation, action.attempt],
             "run_id": self._run_id,
@@ -221,6 +240,17 @@ class Lead:
                 self._publish_failed(action, error)
 
         self._flusher.call("publish", arguments, published, timeout_s=self._config.flush_timeout_s)
+
+    def _of_memory(self, step: int, attempt: int) -> MemoryLead | None:
+        """Return who commits a save that stays in memory; None for one that does not."""
+        return self._memory if self._memory is not None and self._memory.is_memory(step, attempt) else None
+
+    def _told_to_all(self, action: protocol.Publish, error: CheckpointError | None) -> None:
+        """The manifest of a memory save is at all nodes, or (after an error) at some of them perhaps."""
+        if error is None:
+            self.handle(protocol.Published(step=action.step, attempt=action.attempt))
+        else:
+            self.handle(protocol.PublishFailed(step=action.step, attempt=action.attempt, error=error))
 
     def _heal(self, action: protocol.Publish, cause: CheckpointError) -> None:
         """Store the plan once more, which was found missing or damaged when it was to be committed with; then publish."""

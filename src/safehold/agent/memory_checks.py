@@ -124,9 +124,9 @@ class MemoryChecks:
     def consider(self) -> None:
         """Check what dead trainers left, if that is a whole checkpoint and was not checked yet."""
         for rank in self._dead:
-            arena = self._pool.of(rank)
-            if arena is not None and arena.content is not None and not arena.busy and not arena.verified:
-                self._check(arena)
+            for arena in self._pool.of_all(rank):
+                if arena.content is not None and not arena.busy and not arena.verified:
+                    self._check(arena)
 
     def _check(self, arena: Arena) -> None:
         commit, use = arena.content, (arena.arena_id, arena.num_uses)
@@ -137,7 +137,7 @@ class MemoryChecks:
 
         def checked(equal: Any, error: CheckpointError | None) -> None:
             self._checking.discard(use)
-            same = self._pool.of(arena.rank) is arena and use == (arena.arena_id, arena.num_uses)
+            same = arena in self._pool.of_all(arena.rank) and use == (arena.arena_id, arena.num_uses)
             if same and arena.rank in self._dead and arena.content == commit:
                 arena.verified = error is None and equal is True
 
@@ -147,5 +147,6 @@ class MemoryChecks:
             "packs": arena.packs,
             "arena_id": arena.arena_id,
             "arena_bytes": arena.size_bytes,
+            "block_crcs": self._pool.held.block_crcs(commit, arena.rank) if arena.in_memory else None,
         }
         self._flusher.call("check_memory", arguments, checked, timeout_s=self._timeout_s, fds=(arena.fd,))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from safehold._version import __version__
-from safehold.agent import chunk_messages, greeting
+from safehold.agent import chunk_messages, greeting, held_messages
 from safehold.agent.greeting import Greeting, OtherVersionError
 from safehold.agent.world import World as World
 
@@ -117,11 +117,15 @@ class Register(msgspec.Struct, tag="register", frozen=True):
 
 
 class Prepare(msgspec.Struct, tag="prepare", frozen=True):
-    """A rank asks for an arena of `arena_bytes`, near `numa_node` (-1: anywhere); the reply (`Prepared`) comes when its pages exist."""
+    """A rank asks for an arena of `arena_bytes`, near `numa_node` (-1: anywhere); the reply (`Prepared`) comes when its pages exist.
+
+    With `other` for that of the other generation; the reply is `Done` where there is none, or it holds a checkpoint.
+    """
 
     id: int
     arena_bytes: int
     numa_node: int = -1
+    other: bool = False
 
 
 class Prepared(msgspec.Struct, tag="prepared", frozen=True):
@@ -153,6 +157,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         save_seq: Number of this save in the rank's control words.
         announced: True if it follows an announcement of the lead.
         beside_training: True if training goes on while the rank stages (`overlap=True`).
+        in_memory: True if the save stays in memory, and is not flushed.
     """
 
     id: int
@@ -170,6 +175,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     overwrite: bool = False
     beside_training: bool = False
     numa_node: int = -1
+    in_memory: bool = False
 
 
 class Granted(msgspec.Struct, tag="granted", frozen=True):
@@ -252,10 +258,11 @@ class Superseded(msgspec.Struct, tag="superseded", frozen=True):
 
 
 class Note(msgspec.Struct, tag="note", frozen=True):
-    """Notification: a sentence that the user should see as a warning (trouble with retention)."""
+    """Notification: a sentence that the user should see as a warning (trouble with retention), or with `info` as a fact."""
 
     text: str
     id: int = 0
+    info: bool = False
 
 
 class Protected(msgspec.Struct, tag="protected", frozen=True):
@@ -285,6 +292,8 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
         verified: Those of `memory` whose bytes were compared with their checksums since anything could last write to them.
         holders: With node-local flash: at which node the files are that each node of the checkpoint wrote.
         fetched: It was brought back from the second place for this restore.
+        tier: Where it is: `flash`, or `memory`: on no storage.
+        in_memory_of: With `memory`: node of the save -> nodes that have its share; -1 -> those that have the plan.
     """
 
     id: int
@@ -298,21 +307,8 @@ class RestoreOffer(msgspec.Struct, tag="restore_offer", frozen=True):
     verified: list[int] = []
     holders: dict[int, str] = {}
     fetched: bool = False
-
-
-class MemoryAsk(msgspec.Struct, tag="memory_ask", frozen=True):
-    """A rank asks for the arena of `rank` to restore from it."""
-
-    id: int
-    rank: int
-
-
-class MemorySource(msgspec.Struct, tag="memory_source", frozen=True):
-    """Descriptor: the arena (always sent). `packs`: (arena offset, size) by part; block checksums are in the node record."""
-
-    id: int
-    arena_bytes: int
-    packs: list[tuple[int, int]]
+    tier: str = "flash"
+    in_memory_of: dict[int, list[int]] = {}
 
 
 class Vote(msgspec.Struct, tag="vote", frozen=True):
@@ -396,7 +392,8 @@ Request = (
     | Staged
     | StageFailed
     | RestoreAsk
-    | MemoryAsk
+    | held_messages.MemoryAsk
+    | held_messages.HeldAsk
     | Vote
     | chunk_messages.CacheAsk
     | chunk_messages.ChunksAsk
@@ -417,7 +414,8 @@ Reply = (
     | PartWanted
     | Skipped
     | RestoreOffer
-    | MemorySource
+    | held_messages.MemorySource
+    | held_messages.HeldBytes
     | chunk_messages.Cache
     | chunk_messages.ChunksToRead
     | chunk_messages.NodeRead

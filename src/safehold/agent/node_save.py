@@ -12,9 +12,10 @@ import msgspec
 
 from safehold.agent.arenas import Arena
 from safehold.agent.messages import Begin
-from safehold.errors import CheckpointError
+from safehold.errors import CheckpointError, ConfigurationError, SkippedError
 
 Key = tuple[int, int]
+MAX_BYTES = 1 << 47
 
 
 class Peer(Protocol):
@@ -66,6 +67,7 @@ class NodeSave:
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
     announced: bool = False
+    in_memory: bool = False
 
     @property
     def key(self) -> Key:
@@ -85,3 +87,34 @@ class NodeSave:
         for name in ("allocate_s", "write_s", "sync_s"):
             found[name] = max((entry[name] for entry in flushes), default=0.0)
         return found
+
+
+def agreed(compared: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
+    """Keep of each range the checksum of the lowest rank that has it; the others have the same."""
+    found: dict[int, dict[str, int]] = {}
+    seen: set[str] = set()
+    for rank in sorted(compared):
+        found[rank] = {key: crc for key, crc in compared[rank].items() if key not in seen}
+        seen.update(found[rank])
+    return {rank: crcs for rank, crcs in found.items() if crcs}
+
+
+def given_up(save: NodeSave) -> CheckpointError:
+    """Return what a rank hears that begins a save too late."""
+    return SkippedError("the save was over before this rank began it", step=save.step)
+
+
+def check(message: Begin) -> None:
+    """Refuse a request that contradicts itself, before anything is done about it."""
+    end = 0
+    for start, size in message.packs:
+        if start != end or size <= 0 or size % 4096:
+            raise ConfigurationError("the packs of a save do not lie end to end", step=message.step)
+        end += size
+    fits = all(
+        start >= 0 and nbytes >= 0 and start + nbytes <= message.arena_bytes for _, start, nbytes in message.compare
+    )
+    if not 0 <= message.step < 1 << 40 or not 0 <= message.attempt < 1 << 40:
+        raise ConfigurationError(f"there is no step {message.step}, attempt {message.attempt}")
+    if not end <= message.arena_bytes < MAX_BYTES or not fits:
+        raise ConfigurationError("a save does not fit the arena that it asks for", step=message.step)

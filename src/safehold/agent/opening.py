@@ -114,10 +114,12 @@ class Opening:
                 old.end(value["incarnation"])
             return
         warnings = [] if old is None or old is session else old.taken_over()
-        session.opened(value["run_id"], value["incarnation"], value["steps"])
+        assert session.head is not None
+        memory = session.head.memory.choose(value["run_id"], value.get("before", 0))
+        steps = session.opened(value["run_id"], value["incarnation"], value["steps"], memory)
         sessions.switch(session)
-        self._pool.drop_idle(set(session.local_ranks), self._pool.ranks_with_content(set(value["steps"])))
-        newest = max([*value["steps"], *value.get("steps_afar", ())], default=None)
+        self._pool.drop_idle(set(session.local_ranks), self._pool.ranks_with_content(set(steps)))
+        newest = max([*steps, *value.get("steps_afar", ())], default=None)
         notes = [*self._afar.notes, *value["notes"], *survival_notes(self._connection.pid)]
         if (num_nodes := len(session.world.node_names)) > 1:
             notes.append(places.note(session.local_flash, num_nodes))

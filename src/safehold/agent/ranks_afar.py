@@ -28,7 +28,7 @@ class RankAfar:
         asked: The ranks that have asked together, of which the first is answered, once.
         node: Where they are.
         tell: Tells a node.
-        manifests: Node -> round of the restore whose manifest it has been told: once is enough for all its ranks.
+        manifests: Node -> round of the restore whose manifest (and who has it in memory) it was told: once is enough for all its ranks.
     """
 
     closed = False
@@ -56,7 +56,7 @@ class RankAfar:
         self._asked.answered = True
         if isinstance(message, m.RestoreOffer) and message.manifest:
             if self._manifests.get(self._node) == message.round:
-                message = msgspec.structs.replace(message, manifest=b"")
+                message = msgspec.structs.replace(message, manifest=b"", in_memory_of={})
             self._manifests[self._node] = message.round
         self._tell(self._node, w.ToRank(self._asked.ranks[0], m.encode(message)))
 

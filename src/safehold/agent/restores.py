@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from safehold.agent.arenas import Arena
 from safehold.agent.fetching import Brought, Fetching
 from safehold.agent.flusher_client import Flusher
+from safehold.agent.memory_lead import MemoryLead
+from safehold.agent.memory_node import InMemory
 from safehold.agent.messages import RestoreAsk, RestoreOffer, Verdict, Vote
 from safehold.agent.node_save import Peer
 from safehold.clock import Clock
@@ -56,7 +57,8 @@ class Restores:
         local_ranks: The ranks.
         config: The run's settings.
         flusher: For tier work.
-        memory_of: Returns the local arenas that hold a commit.
+        memory_of: Returns the ranks whose packs of a commit are in the memory of this node.
+        memory: Knows of a checkpoint that is in memory only.
         rebase: Opens a new incarnation that accepts commits up to one, without the excluded; calls back with (incarnation, error).
         when_idle: Calls back once no save is in flight; what a save is about to commit is what a restore shall find.
         incarnation: The incarnation in force.
@@ -73,7 +75,8 @@ class Restores:
         local_ranks: list[int],
         config: Config,
         flusher: Flusher,
-        memory_of: Callable[[CommitId], list[Arena]],
+        memory_of: Callable[[CommitId], list[InMemory]],
+        memory: MemoryLead | None = None,
         rebase: Callable[[CommitId, list[CommitId], Callable[[int, CheckpointError | None], None]], None],
         when_idle: Callable[[Callable[[], None]], None],
         incarnation: Callable[[], int],
@@ -84,6 +87,7 @@ class Restores:
         restored: Callable[[CommitId], None] = lambda commit: None,
     ) -> None:
         self._ranks, self._config, self._flusher = local_ranks, config, flusher
+        self._memory = memory
         self._memory_of, self._rebase, self._incarnation, self._clock = memory_of, rebase, incarnation, clock
         self._when_idle, self._in_doubt, self._fetching, self._planned = when_idle, in_doubt, fetching, planned
         self._restored = restored
@@ -202,6 +206,12 @@ class Restores:
             self._bad = [commit for commit in self._bad if commit != brought.commit]  # it was mended
         arguments = {"step": current.step, "exclude": [_wire(commit) for commit in self._bad]}
 
+        def looked(value: Any, error: CheckpointError | None) -> None:
+            if self._round is current and self._memory is not None:
+                self._memory.find(current.step, self._bad, value, error, found)
+            else:
+                found(value, error)
+
         def found(value: Any, error: CheckpointError | None) -> None:
             if self._round is not current:
                 return
@@ -214,7 +224,7 @@ class Restores:
             else:
                 self._offer(current, value)
 
-        self._flusher.call("find", arguments, found, timeout_s=self._config.restore_timeout_s)
+        self._flusher.call("find", arguments, looked, timeout_s=self._config.restore_timeout_s)
 
     def _offer(self, current: _Round, value: dict[str, Any]) -> None:
         skipped = [*self._bad_words, *value["skipped"]]
@@ -251,6 +261,8 @@ class Restores:
                     verified,
                     value.get("holders", {}),
                     commit in self._fetched,
+                    value.get("tier", "flash"),
+                    value.get("in_memory_of", {}),
                 )
             )
         current.asked = {}
@@ -289,10 +301,14 @@ class Restores:
             "path": broken.bad_path,
         }
         outcome = "again" if current.step is None else "stop"
+        in_memory = self._memory is not None and self._memory.is_believed(bad)
         failure = from_wire(broken.error) if outcome == "stop" else None
         self._round = None
         if outcome == "stop":
             self._end(current, failure)
+        if in_memory:  # there is nothing on storage to leave word against
+            self._answer(votes, outcome, failure)
+            return
         self._flusher.call(
             "quarantine",
             arguments,

@@ -1,13 +1,16 @@
-"""Makes what a session is besides a node of its job: the head of all nodes, or the way to the one elsewhere."""
+"""Makes what a session consists of: the saves of its node, and the head of all nodes or the way to the one elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from safehold.agent.copying import Copying
 from safehold.agent.follower import Follower
 from safehold.agent.head import Head
+from safehold.agent.known import Known
 from safehold.agent.means import Means
+from safehold.agent.saves import NodeSaves
 from safehold.clock import Clock
 from safehold.events import EventStream
 
@@ -27,7 +30,7 @@ def new_head(here: Session, post: Post, clock: Clock, events: EventStream, means
         flusher=here.flusher,
         copier=here.copier,
         own_parts=here.parts,
-        memory_of=here.pool.holding,
+        held=here.pool.held,
         send=here.send,
         post=post,
         clock=clock,
@@ -46,4 +49,41 @@ def new_follower(here: Session, clock: Clock) -> Follower:
         num_nodes=len(here.world.node_names),
         num_ranks=len(here.local_ranks),
         clock=clock,
+    )
+
+
+def new_copying(here: Session, clock: Clock) -> Copying | None:
+    """Return this node's part in replications; None without a second place."""
+    if here.copier is None:
+        return None
+    return Copying(here.node, config=here.config, copier=here.copier, tell_lead=here.report, clock=clock)
+
+
+def new_saves(
+    here: Session,
+    known: Known,
+    clock: Clock,
+    *,
+    tell_lead: Callable[[Any], None],
+    compared: Callable[[int, int, dict[int, dict[str, int]]], None],
+) -> NodeSaves:
+    """Return the saves of this node in an incarnation that begins."""
+    return NodeSaves(
+        node=here.node,
+        local_ranks=here.local_ranks,
+        incarnation=here.incarnation,
+        config=here.config,
+        keep=here.keep,
+        pool=here.pool,
+        flusher=here.flusher,
+        clock=clock,
+        control_of=lambda rank: here.controls[rank].fds,
+        tell_lead=tell_lead,
+        compared=compared,
+        several_nodes=here.nodes is not None,
+        run_id=here.run_id,
+        node_name=here.world.node_names[here.node],
+        parts=here.parts,
+        known=known,
+        memory=here.memory,
     )

@@ -13,8 +13,9 @@ from typing import Any
 from safehold.agent.arenas import Arena, ArenaPool
 from safehold.agent.flusher_client import ANSWER_SLACK_S, Flusher
 from safehold.agent.known import Known
+from safehold.agent.memory_node import NodeMemory
 from safehold.agent.messages import Begin, Granted, PartWanted, Skipped, Staged
-from safehold.agent.node_save import NodeSave, Peer, RankSave
+from safehold.agent.node_save import NodeSave, Peer, RankSave, agreed, check, given_up
 from safehold.agent.parts import PartStore
 from safehold.clock import Clock
 from safehold.config import Config
@@ -25,7 +26,6 @@ from safehold.types import CommitId
 
 COMPARE_AREA_BYTES = 4 << 20
 CLOSED_KEPT = 64
-MAX_BYTES = 1 << 47
 
 
 class NodeSaves:
@@ -46,6 +46,7 @@ class NodeSaves:
         node_name: This node's name.
         parts: The ranks' encoded parts; filled here, read by the lead.
         keep: Wire form of the retention rules.
+        memory: For saves that stay in memory.
         known: What the incarnation has on storage.
     """
 
@@ -68,6 +69,7 @@ class NodeSaves:
         node_name: str,
         parts: PartStore,
         known: Known,
+        memory: NodeMemory,
     ) -> None:
         self.node, self.local_ranks, self.incarnation = node, local_ranks, incarnation
         self._config, self._keep, self._pool, self._flusher, self._clock = config, keep, pool, flusher, clock
@@ -76,7 +78,7 @@ class NodeSaves:
         self._run_id, self._node_name = run_id, node_name
         self._saves: dict[tuple[int, int], NodeSave] = {}
         self._held: list[tuple[Peer, Begin]] = []
-        self._parts = parts
+        self._parts, self._memory = parts, memory
         self.known = known
         known.told = self._let_in
 
@@ -84,7 +86,7 @@ class NodeSaves:
 
     def begin(self, peer: Peer, message: Begin) -> None:
         """A rank asks to save."""
-        _check(message)
+        check(message)
         if self.known.pending:
             self._held.append((peer, message))
         else:
@@ -122,15 +124,19 @@ class NodeSaves:
         self._left_behind(peer.rank, message)
         if save is None:
             error = None if message.overwrite else self.known.refusal(message.step, message.attempt)
+            error = error or self._memory.refusal(message)
             if error is not None:
                 error.rank = peer.rank
                 peer.refuse(message.id, error)
                 return
             save = self._open(message)
+        if save.in_memory != message.in_memory:
+            text = "some ranks of the node keep the save in memory, and others flush it"
+            raise CommitError(text, step=save.step, rank=peer.rank, hint="call save alike on all ranks")
         if save.skipped:
             peer.reply(Skipped(message.id, save.skipped))
         elif save.closed:
-            peer.refuse(message.id, save.error or _given_up(save))
+            peer.refuse(message.id, save.error or given_up(save))
         elif save.blocked:
             save.waiting.append((peer, message))
         else:
@@ -192,10 +198,13 @@ class NodeSaves:
 
     # -- what the lead decides -------------------------------------------------------------------------------------
 
-    def committed(self, step: int, attempt: int) -> dict[str, float]:
+    def committed(self, step: int, attempt: int, *, in_memory: bool = False) -> dict[str, float]:
         """The save is durable: mark what the arenas hold; returns figures."""
         save = self._saves.get((step, attempt))
-        self.known.committed(step, attempt)
+        if in_memory:
+            self.known.steps.add(step)  # and nothing that storage has
+        else:
+            self.known.committed(step, attempt)
         if save is None or save.committed:
             return {}
         save.closed = save.committed = True
@@ -210,7 +219,7 @@ class NodeSaves:
         commit = CommitId(save.step, self.incarnation, save.attempt)
         for rank in save.ranks.values():
             if rank.arena.size_bytes >= rank.begin.arena_bytes:
-                self._pool.hold(rank.arena, rank.use, commit, rank.begin.packs)
+                self._pool.hold(rank.arena, rank.use, commit, rank.begin.packs, in_memory=save.in_memory)
             if rank.arena.content == commit:
                 self._pool.trim(rank.arena.rank, sum(size for _, size in rank.begin.packs) + COMPARE_AREA_BYTES)
 
@@ -227,6 +236,9 @@ class NodeSaves:
             return
         save.swept = save.swept or in_doubt
         save.closed, save.error = True, error
+        if save.in_memory:
+            save.swept = True  # nothing of it is on storage
+            self._memory.abandoned(CommitId(step, self.incarnation, attempt), in_doubt=in_doubt)
         for peer, begin in save.waiting:
             peer.refuse(begin.id, error)
         save.waiting.clear()
@@ -248,6 +260,8 @@ class NodeSaves:
         for save in [entry for entry in self._saves.values() if not entry.closed]:
             for rank, mine in list(save.ranks.items()):
                 digest = mine.begin.part_digest
+                if save.in_memory:
+                    self._memory.begins(save.step, save.attempt)
                 self._tell_lead(protocol.Begun(step=save.step, attempt=save.attempt, rank=rank, digest=digest))
 
     def open_saves(self) -> list[tuple[int, int]]:
@@ -269,7 +283,7 @@ class NodeSaves:
             self._flusher.call("cancel", {"commit": self._commit(save)}, lambda *_: None, timeout_s=60.0)
 
     def _num_files(self, save: NodeSave) -> int:
-        return sum(len(rank.begin.packs) for rank in save.ranks.values()) + 3
+        return 0 if save.in_memory else sum(len(rank.begin.packs) for rank in save.ranks.values()) + 3
 
     def _rank(self, step: int, attempt: int, rank: int) -> RankSave | None:
         save = self._saves.get((step, attempt))
@@ -279,6 +293,7 @@ class NodeSaves:
         active = [save for save in self._saves.values() if save.holds_arenas]
         save = NodeSave(message.step, message.attempt, self._clock.monotonic())
         save.metrics, save.final, save.announced = message.metrics, message.final, message.announced
+        save.in_memory = message.in_memory
         self._saves[save.key] = save
         if not active:
             return save
@@ -309,6 +324,8 @@ class NodeSaves:
                 self.abandoned(save.step, save.attempt, error)
 
     def _grant(self, save: NodeSave, peer: Peer, message: Begin) -> None:
+        self._memory.wanted(peer.rank, message.arena_bytes)
+        self._memory.turn(peer.rank, message.arena_bytes)
         arena = self._pool.of(peer.rank)
         if arena is not None and not arena.busy:
             arena.content = None
@@ -322,8 +339,11 @@ class NodeSaves:
                 self._tell_lead(
                     protocol.RankFailed(step=save.step, attempt=save.attempt, rank=peer.rank, error=failure)
                 )
+            elif save.in_memory and arena.size_bytes < message.arena_bytes:
+                text = "the memory budget does not hold the whole state, so that no save can stay in memory"
+                ready(None, ConfigurationError(text, rank=peer.rank, hint="raise memory_budget_bytes"))
             elif save.closed or peer.closed:
-                peer.refuse(message.id, save.error or _given_up(save))
+                peer.refuse(message.id, save.error or given_up(save))
                 if not save.ranks:
                     save.closed = True
                     self._settle(save)
@@ -341,7 +361,7 @@ class NodeSaves:
         if not save.ranks:
             save.opened_at = self._clock.monotonic()
         control_fds = self._control_of(peer.rank)
-        mine = save.ranks[peer.rank] = RankSave(peer, message, arena, arena.use())
+        mine = save.ranks[peer.rank] = RankSave(peer, message, arena, self._pool.let_in(arena))
         pack_bytes = sum(size for _, size in message.packs)
         ring = arena.size_bytes < message.arena_bytes
         arguments = {
@@ -364,8 +384,10 @@ class NodeSaves:
         }
         # The trainer waits for this word, so it comes first; the flush waits for staging anyway.
         peer.reply(Granted(message.id, arena.arena_id, arena.size_bytes), (arena.fd,))
+        if save.in_memory and len(save.ranks) == 1:
+            self._memory.begins(save.step, save.attempt)
         self._flusher.call(
-            "flush",
+            "hold" if save.in_memory else "flush",
             arguments,
             lambda value, error: self._flushed(save, mine, value, error),
             timeout_s=self._config.flush_timeout_s + ANSWER_SLACK_S,
@@ -379,7 +401,8 @@ class NodeSaves:
         mine.flushing = False
         if error is not None and self._flusher.may_still_run:
             self._pool.give_up(mine.arena)
-            self.known.give_up(*save.key)  # what that process still makes is not there to be swept now
+            if not save.in_memory:
+                self.known.give_up(*save.key)  # what that process still makes is not there to be swept now
         else:
             self._pool.free(mine.arena)
         if error is not None:
@@ -404,12 +427,13 @@ class NodeSaves:
             self._tell_lead(protocol.NodeFailed(step=save.step, attempt=save.attempt, node=self.node, error=error))
             return
         if self._several_nodes and any(compared.values()):
-            self._compared(save.step, save.attempt, _agreed(compared))
+            self._compared(save.step, save.attempt, agreed(compared))
         self._write_record(save)
 
     def _write_record(self, save: NodeSave) -> None:
         packs = [record for rank in sorted(save.ranks) for record in (save.ranks[rank].flush or {})["packs"]]
         digests = {rank: share.begin.part_digest for rank, share in save.ranks.items()}
+        timings = {**save.timings, "recorded_s": self._clock.monotonic() - save.opened_at}
         arguments = {
             "commit": self._commit(save),
             "run_id": self._run_id,
@@ -418,7 +442,7 @@ class NodeSaves:
             "packs": packs,
             "objects": {rank: share.objects for rank, share in save.ranks.items()},
             "part_digests": digests,
-            "timings": {**save.timings, "recorded_s": self._clock.monotonic() - save.opened_at},
+            "timings": timings,
         }
 
         def recorded(value: Any, error: CheckpointError | None) -> None:
@@ -434,6 +458,9 @@ class NodeSaves:
                     )
                 )
 
+        if save.in_memory:
+            self._memory.share(save, packs, timings, recorded)
+            return
         self._flusher.call("record", arguments, recorded, timeout_s=self._config.flush_timeout_s)
 
     def _settle(self, save: NodeSave) -> None:
@@ -461,33 +488,3 @@ class NodeSaves:
             waiting, blocked.waiting = blocked.waiting, []
             for peer, begin in waiting:
                 self._grant(blocked, peer, begin)
-
-
-def _agreed(compared: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
-    """Keep of each range the checksum of the lowest rank that has it; the others have the same."""
-    found: dict[int, dict[str, int]] = {}
-    seen: set[str] = set()
-    for rank in sorted(compared):
-        found[rank] = {key: crc for key, crc in compared[rank].items() if key not in seen}
-        seen.update(found[rank])
-    return {rank: crcs for rank, crcs in found.items() if crcs}
-
-
-def _given_up(save: NodeSave) -> CheckpointError:
-    return SkippedError("the save was over before this rank began it", step=save.step)
-
-
-def _check(message: Begin) -> None:
-    """Refuse a request that contradicts itself, before anything is done about it."""
-    end = 0
-    for start, size in message.packs:
-        if start != end or size <= 0 or size % 4096:
-            raise ConfigurationError("the packs of a save do not lie end to end", step=message.step)
-        end += size
-    fits = all(
-        start >= 0 and nbytes >= 0 and start + nbytes <= message.arena_bytes for _, start, nbytes in message.compare
-    )
-    if not 0 <= message.step < 1 << 40 or not 0 <= message.attempt < 1 << 40:
-        raise ConfigurationError(f"there is no step {message.step}, attempt {message.attempt}")
-    if not end <= message.arena_bytes < MAX_BYTES or not fits:
-        raise ConfigurationError("a save does not fit the arena that it asks for", step=message.step)

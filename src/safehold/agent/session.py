@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from safehold.agent import arena_requests, chunk_messages
+from safehold.agent import arena_requests, chunk_messages, held_messages
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
-from safehold.agent.copying import Copying
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.follower import Follower
 from safehold.agent.guarding import Guard
@@ -26,12 +25,13 @@ from safehold.agent.known import Known
 from safehold.agent.lead import SETTLE_GRACE_S, Lead
 from safehold.agent.means import REAL, Means
 from safehold.agent.memory_checks import MemoryChecks
+from safehold.agent.memory_node import NodeMemory
 from safehold.agent.node_save import Peer
 from safehold.agent.nodes import MakeNetwork, Nodes
 from safehold.agent.parts import PartStore
 from safehold.agent.passing_on import PassingOn
 from safehold.agent.restores import Restores
-from safehold.agent.roles import new_follower, new_head
+from safehold.agent.roles import new_copying, new_follower, new_head, new_saves
 from safehold.agent.saves import NodeSaves
 from safehold.agent.serving_disk import ask_disk
 from safehold.agent.undeclared import specs_of
@@ -48,7 +48,7 @@ from safehold.events import EventStream
 from safehold.format.names import numbered
 from safehold.host.control import NodeControl, RankControl
 from safehold.policy import commit as protocol
-from safehold.types import TensorSpec
+from safehold.types import CommitId, TensorSpec
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -107,12 +107,12 @@ class Session:
         self.undeclared: dict[int, list[TensorSpec]] = {}
         self.parts = PartStore()
         self.saves: NodeSaves | None = None
+        self.memory = NodeMemory(self, config=self.config, pool=pool, post=post, events=events, spawn=means.spawn)
         self.nodes = self._reach(hello, make_network) if len(self.world.node_names) > 1 else None
         self.local_flash = False
-        copying, tell_lead = None, self._hearing.tell_lead
-        if self.copier is not None:
-            copying = Copying(self.node, config=self.config, copier=self.copier, tell_lead=tell_lead, clock=clock)
-        self.copying = copying
+        self.memory.connect()
+        tell_lead = self._hearing.tell_lead
+        self.copying = new_copying(self, clock)
         self.passing = PassingOn(self, config=self.config, pool=pool, post=post, clock=clock, events=events)
         self.guard = Guard(self.config, self.keep, flusher, tell_lead, clock)
         self.head = new_head(self, post, clock, events, means) if self.is_lead else None
@@ -234,16 +234,25 @@ class Session:
         self.passing.rank_gone(rank)
         self.up.event(protocol.RankGone(rank=rank), self.incarnation)
 
-    def opened(self, run_id: str, incarnation: int, steps: list[int] | None) -> None:
-        """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked)."""
+    def opened(
+        self, run_id: str, incarnation: int, steps: list[int] | None, memory: CommitId | None = None
+    ) -> list[int]:
+        """The lead has opened an incarnation that has these steps, or a rank brought its number (None: storage is asked).
+
+        `memory` is the checkpoint in memory that it believes. Returns all steps that can be restored.
+        """
+        found = sorted({*(steps or ()), *([memory.step] if memory is not None else ())})
         if self.incarnation == incarnation and self.saves is not None:
-            return
+            return found
         self.run_id, self.incarnation = run_id, incarnation
-        self._start(self._known(steps))
+        self._start(self._known(None if steps is None else found))
+        if steps is not None:
+            self.memory.accept(memory)
         if self.head is not None:
-            self.head.tell_opened(sorted(steps or ()))
+            self.head.tell_opened(found, memory)
             self.head.sweep()
             self.head.replicator.opened(steps)
+        return found
 
     def _known(self, steps: Iterable[int] | None) -> Known:
         incarnation = self.incarnation
@@ -272,24 +281,7 @@ class Session:
                 self.up.compared(incarnation, step, attempt, crcs)
 
         held = self.saves.take_held() if self.saves is not None else []
-        saves = self.saves = NodeSaves(
-            node=self.node,
-            local_ranks=self.local_ranks,
-            incarnation=self.incarnation,
-            config=self.config,
-            keep=self.keep,
-            pool=self.pool,
-            flusher=self.flusher,
-            clock=self._clock,
-            control_of=lambda rank: self.controls[rank].fds,
-            tell_lead=tell_lead,
-            compared=compared,
-            several_nodes=self.nodes is not None,
-            run_id=self.run_id,
-            node_name=self.world.node_names[self.node],
-            parts=self.parts,
-            known=known,
-        )
+        saves = self.saves = new_saves(self, known, self._clock, tell_lead=tell_lead, compared=compared)
         if self.head is not None:
             self.head.start(known)
         saves.hold(held)
@@ -330,6 +322,7 @@ class Session:
         self.node_control.close()
         self._checks.close()
         self.passing.close()
+        self.memory.close()
         if self.nodes is not None:
             self.nodes.close()
 
@@ -396,7 +389,7 @@ class Session:
                 self.passing.handle(peer, message)
             case m.ProtectionAsk():
                 self.guard.when_idle(lambda: peer.reply(m.Done(message.id)), message.timeout_s)
-            case m.MemoryAsk() | m.RestoreDone():
+            case held_messages.MemoryAsk() | held_messages.HeldAsk() | m.RestoreDone():
                 self._open_saves(peer)
                 arena_requests.memory(self, peer, message)
             case _:
@@ -415,17 +408,18 @@ class Session:
 
     # -- what the lead decides -------------------------------------------------------------------------------------------
 
-    def committed(self, step: int, attempt: int) -> None:
+    def committed(self, step: int, attempt: int, *, in_memory: bool = False) -> None:
         """A save is durable."""
         if self.saves is None:
             return
         figures: dict[str, float] = {}
         try:
-            figures = self.saves.committed(step, attempt)
+            figures = self.saves.committed(step, attempt, in_memory=in_memory)
+            self.memory.committed(CommitId(step, self.incarnation, attempt), in_memory=in_memory)
             self._checks.consider()
         finally:  # whatever is wrong here, it is durable, and who waits for it is told
             for peer in list(self.peers.values()):
-                peer.reply(m.Durable(step, attempt, "flash", figures))
+                peer.reply(m.Durable(step, attempt, "memory" if in_memory else "flash", figures))
 
     def abandoned(self, word: w.Abandoned) -> None:
         """A save is given up."""
@@ -495,4 +489,5 @@ class Session:
             "address": self.nodes.address if self.nodes is not None else None,
             "nodes": self.world.node_names,
             "remote": self.head.replicator.facts() if self.head is not None else None,
+            "memory": self.memory.facts(),
         }

@@ -13,6 +13,8 @@ import msgspec
 
 from safehold.errors import CheckpointError, from_wire
 from safehold.policy import commit as protocol
+from safehold.policy.memory_belief import HeldTold
+from safehold.types import CommitId
 
 EVENTS: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -91,6 +93,37 @@ class SettledHere(msgspec.Struct, tag="settled_here", frozen=True):
     """The job before has finished, or given up, what it had in flight on this node; answers `SettleOld`."""
 
     number: int
+    held: list[HeldTold] = []
+
+
+class MemoryBegins(msgspec.Struct, tag="memory_begins", frozen=True):
+    """A save that has begun on this node stays in memory. Comes before the first `Begun` of the node."""
+
+    incarnation: int
+    step: int
+    attempt: int
+
+
+class HeldHere(msgspec.Struct, tag="held_here", frozen=True):
+    """What a node has in memory of a save, and its partners have, too: (rank, part, size, CRC32) of its packs, and bytes of objects.
+
+    Comes before the node's `NodeRecorded`.
+    """
+
+    incarnation: int
+    step: int
+    attempt: int
+    packs: list[tuple[int, int, int, int]]
+    objects_bytes: int
+
+
+class HoldsManifest(msgspec.Struct, tag="holds_manifest", frozen=True):
+    """A node has the manifest of a memory save, and its plan; or an error says why not. Answers `HoldManifest`."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    error: dict[str, Any] | None = None
 
 
 class Saw(msgspec.Struct, tag="saw", frozen=True):
@@ -157,19 +190,32 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """The run is open: its incarnation, and the steps that are committed."""
+    """The run is open: its incarnation, the steps that are committed, and the checkpoint in memory that it believes."""
 
     run_id: str
     incarnation: int
     steps: list[int]
+    memory: CommitId | None = None
 
 
 class Committed(msgspec.Struct, tag="committed", frozen=True):
-    """A save is durable."""
+    """A save is durable; with `in_memory` in the memory of the nodes."""
 
     incarnation: int
     step: int
     attempt: int
+    in_memory: bool = False
+
+
+class HoldManifest(msgspec.Struct, tag="hold_manifest", frozen=True):
+    """A memory save is whole: keep its manifest, and the plan, which the lead has. Each node answers with `HoldsManifest`."""
+
+    incarnation: int
+    step: int
+    attempt: int
+    manifest: bytes
+    plan_digest: str
+    plan_size: int
 
 
 class Abandoned(msgspec.Struct, tag="abandoned", frozen=True):
@@ -321,6 +367,12 @@ class Chunks(msgspec.Struct, tag="chunks", frozen=True):
     taken: list[int] = []
 
 
+class CopyNeeds(msgspec.Struct, tag="copy_needs", frozen=True):
+    """To a partner: how many bytes a copy of this node's share takes."""
+
+    size_bytes: int
+
+
 Report = (
     EventTold
     | Compared
@@ -333,6 +385,9 @@ Report = (
     | Saw
     | Copied
     | Wants
+    | MemoryBegins
+    | HeldHere
+    | HoldsManifest
     | Came
     | ProtectedHere
 )
@@ -343,6 +398,7 @@ Word = (
     | Opened
     | Committed
     | Abandoned
+    | HoldManifest
     | Protect
     | ProtectionOver
     | PartWanted
@@ -374,7 +430,9 @@ def _from_wire(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_messages: msgspec.msgpack.Decoder[Report | Word | Chunks] = msgspec.msgpack.Decoder(Report | Word | Chunks)
+_messages: msgspec.msgpack.Decoder[Report | Word | Chunks | CopyNeeds] = msgspec.msgpack.Decoder(
+    Report | Word | Chunks | CopyNeeds
+)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -382,7 +440,7 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Report | Word | Chunks:
+def decode(data: bytes) -> Report | Word | Chunks | CopyNeeds:
     """Return a message of another agent.
 
     Raises:

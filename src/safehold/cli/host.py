@@ -12,18 +12,12 @@ import click
 
 from safehold.cli.output import clean, print_json, print_table, size_text, time_iso, time_text
 from safehold.cli.state import json_option
-from safehold.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from safehold.host.runtime import RunSlot
 
 STATUS_TIMEOUT_S = 1.0
 """For the question to an agent: one that hangs is shown without the answer."""
 
 if TYPE_CHECKING:
-    from safehold.host.runtime import AgentInfo, RunSlot
-
-STATUS_TIMEOUT_S = 2.0
+    from safehold.host.runtime import AgentInfo
 
 
 @click.command()
@@ -53,9 +47,9 @@ def agent(run: str, idle_exit_s: float | None) -> None:
 def agents(show_all: bool, as_json: bool) -> None:
     """List the agents of this host.
 
-    Those of other users are not shown.
+    With the host memory that each has, and the newest step that is in memory only. Those of other users are not shown.
     """
-    from safehold.cli.slots import all_slots
+    from safehold.cli.slots import all_slots, memory_of, status_of
 
     entries = []
     for slot in all_slots():
@@ -63,6 +57,7 @@ def agents(show_all: bool, as_json: bool) -> None:
         if not alive and not show_all:
             continue
         info = slot.read_info()
+        facts = status_of(slot) if alive else {}
         entries.append(
             {
                 "key": slot.key,
@@ -74,9 +69,10 @@ def agents(show_all: bool, as_json: bool) -> None:
                 "started": time_iso(info.started_s) if info else None,
                 "log": str(slot.log_path),
                 **_fate(info if alive else None),
-                "protected_step": _protected_step(slot) if alive else None,
+                "protected_step": _protected_step(facts),
                 "extra": dict(info.extra) if info else {},
-                "remote": _remote(slot) if alive else None,
+                "remote": _remote(facts),
+                "memory": memory_of(facts),
             }
         )
     if as_json:
@@ -84,7 +80,20 @@ def agents(show_all: bool, as_json: bool) -> None:
     elif not entries:
         click.echo("no agents", err=True)
     else:
-        columns = ["PID", "ALIVE", "STARTED", "AGE", "VERSION", "LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"]
+        columns = [
+            "PID",
+            "ALIVE",
+            "STARTED",
+            "AGE",
+            "VERSION",
+            "LIMIT",
+            "OOM",
+            "GROUP",
+            "MEMORY",
+            "RUN",
+            "REMOTE",
+            "LOG",
+        ]
         rows = [_row(entry) for entry in entries]
         if any(entry["protected_step"] is not None for entry in entries):
             columns.insert(-1, "PROTECTED")
@@ -93,14 +102,9 @@ def agents(show_all: bool, as_json: bool) -> None:
         print_table(columns, rows, right="PID AGE LIMIT OOM")
 
 
-def _protected_step(slot: RunSlot) -> int | None:
+def _protected_step(facts: dict[str, Any]) -> int | None:
     """Return the last step whose redundancy on other nodes is complete, as its agent knows; None where it does not, or does not answer."""
-    from safehold.agent.start import ask_status
-
-    try:
-        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
-    except CheckpointError:
-        return None
+    session = facts.get("session")
     step = session.get("protected_step") if isinstance(session, dict) else None
     return step if isinstance(step, int) else None
 
@@ -133,18 +137,24 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
         "" if adjustment is None else adjustment,
         clean(entry["control_group"] or ""),
     )
-    run, remote = clean(entry["run"]), _remote_text(entry["remote"])
-    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, run, remote, entry["log"]
+    held, run, remote = _memory_text(entry["memory"]), clean(entry["run"]), _remote_text(entry["remote"])
+    return entry["pid"], alive, time_text(started), age, entry["version"], *fate, held, run, remote, entry["log"]
 
 
-def _remote(slot: RunSlot) -> dict[str, Any] | None:
-    """Ask the agent about the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
-    from safehold.agent.start import ask_status
+def _memory_text(memory: dict[str, Any] | None) -> str:
+    if memory is None:
+        return ""
+    held = [f"{memory['bytes'] / 1e9:.1f} GB"] if memory["bytes"] else []
+    if memory["step"] is not None:
+        held.append(f"step {memory['step']}")
+    if memory["copies"]:
+        held.append(f"copies of {len(memory['copies'])}")
+    return ", ".join(held)
 
-    try:
-        session = ask_status(slot, STATUS_TIMEOUT_S).get("session")
-    except CheckpointError:
-        return None
+
+def _remote(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what an agent says of the second place; one that does not answer, or is not beside rank 0, says nothing of it."""
+    session = facts.get("session")
     found = session.get("remote") if isinstance(session, dict) else None
     return dict(found) if isinstance(found, dict) else None
 

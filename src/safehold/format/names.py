@@ -144,8 +144,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def numbered(noun: str, numbers: Sequence[int], limit: int = 16) -> str:
-    """Return a noun with the numbers of what is meant, for messages: `rank 1`, `ranks 1, 2`; at most `limit` of them."""
+def numbered(noun: str, numbers: Sequence[int] | Sequence[str], limit: int = 16) -> str:
+    """Return a noun with the numbers (or names) of what is meant, for messages: `rank 1`, `ranks 1, 2`; at most `limit` of them."""
     more = ", ..." if len(numbers) > limit else ""
     return f"{noun if len(numbers) == 1 else noun + 's'} {', '.join(map(str, numbers[:limit]))}{more}"
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from safehold.format import crc, paths
 from safehold.format.pack import BLOCK, header_bytes
 from safehold.format.records import PackRecord
 from safehold.pipeline.pacing import Pacer
-from safehold.tiers.base import PackWriter, Tier
+from safehold.tiers.base import PackWriter
 from safehold.types import CommitId
 
 STUCK_S = 5.0
@@ -214,8 +215,25 @@ def _blocks(job: FlushJob) -> list[tuple[int, int, int]]:
     ]
 
 
+class PackPlace(Protocol):
+    """What a flush needs of a tier."""
+
+    @property
+    def name(self) -> str:
+        """The word for messages."""
+        ...
+
+    def create_pack(self, path: str, size_bytes: int) -> PackWriter:
+        """See `Tier`."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """See `Tier`."""
+        ...
+
+
 def flush_rank(
-    tier: Tier,
+    tier: PackPlace,
     job: FlushJob,
     arena: memoryview,
     word: StagedWord,
@@ -329,7 +347,7 @@ def _records(job: FlushJob, names: Sequence[str], crcs: Sequence[np.ndarray]) ->
     ]
 
 
-def _create(tier: Tier, path: str, size: int, make_room: Callable[[StorageFullError], bool]) -> PackWriter:
+def _create(tier: PackPlace, path: str, size: int, make_room: Callable[[StorageFullError], bool]) -> PackWriter:
     try:
         try:
             return tier.create_pack(path, size)

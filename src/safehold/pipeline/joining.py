@@ -19,6 +19,7 @@ from safehold.format import document, paths, records
 from safehold.format.names import counted
 from safehold.format.records import Incarnation, Manifest
 from safehold.pipeline import ledger
+from safehold.pipeline.reconciling import reconcile
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import MAX_SMALL_FILE_BYTES, JoinedTier, two_of_one_name
 from safehold.types import CommitId
@@ -151,15 +152,16 @@ def heal(tier: JoinedTier) -> list[str]:
         ConfigurationError: The disks hold different runs, or one of them something else than a run; the nodes are named.
         StorageError: A node cannot be reached, or its disk fails.
     """
-    parts = tier.on_each(_survey)
-    where: dict[str, dict[str, str]] = {}
-    for node, files in parts.items():
-        for path, digest in files.items():
-            where.setdefault(path, {})[node] = digest
+    where = _where(tier.on_each(_survey))
+    notes: list[str] = []
+    for _ in range(2):  # first the runs, then the incarnations of the one that is left
+        if more := reconcile(tier, where):
+            notes += more
+            where = _where(tier.on_each(_survey))
     known: dict[int, Incarnation] = {}
     brought: dict[str, int] = {}
     for path in sorted(where, key=_order):
-        data = _the_one(tier, path, where[path], everywhere=len(where[path]) == len(parts), known=known)
+        data = _the_one(tier, path, where[path], everywhere=len(where[path]) == len(tier.members), known=known)
         if data is None or not _matters(path, known):
             continue
         good = document.digest(data)
@@ -167,10 +169,19 @@ def heal(tier: JoinedTier) -> list[str]:
             if where[path].get(node) != good:
                 _bring(tier.members[node], path, data, damaged=node in where[path])
                 brought[node] = brought.get(node, 0) + 1
-    return [
+    return notes + [
         f"node {node} lacked {counted(count, 'small file')} of the run; brought there"
         for node, count in sorted(brought.items())
     ]
+
+
+def _where(parts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Return path -> node -> digest."""
+    where: dict[str, dict[str, str]] = {}
+    for node, files in parts.items():
+        for path, digest in files.items():
+            where.setdefault(path, {})[node] = digest
+    return where
 
 
 def _survey(member: Tier) -> dict[str, str]:

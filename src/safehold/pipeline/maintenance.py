@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from blake3 import blake3
 
 from safehold._version import __version__
@@ -17,12 +16,13 @@ from safehold.clock import SYSTEM_CLOCK
 from safehold.config import Config
 from safehold.errors import ConfigurationError, StorageError, TornFileError
 from safehold.events import EventStream
-from safehold.format import crc, objects_file, paths, records
+from safehold.format import paths, records
 from safehold.format.names import numbered
 from safehold.pipeline import agreement, joining, ledger, leftovers, sweep
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer
+from safehold.pipeline.node_records import make_record
 from safehold.pipeline.several import read_of_all
 from safehold.policy import belief
 from safehold.policy.retention import Best, Keep
@@ -65,7 +65,10 @@ def _wire(commit: CommitId) -> list[int]:
 
 
 def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: EventStream) -> dict[str, Any]:
-    """Open the next incarnation; `up_to` (a commit) rolls back to it, `exclude` leaves commits out."""
+    """Open the next incarnation; `up_to` (a commit, with `in_memory` one that is not here) rolls back to it, `exclude` leaves commits out.
+
+    Returns, beside what is open now, the newest incarnation of another start of the job (`before`), 0 if there is none.
+    """
     report = tier.probe()
     if not report.exclusive_create:
         text = "this storage does not refuse to create a file twice, so two jobs could not be kept apart"
@@ -74,9 +77,12 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
     exclude = {_commit(entry) for entry in arguments["exclude"]}
     held = _held_afar(tier, arguments, up_to, exclude)
 
+    before: list[int] = []
+
     def accept(listing: belief.Listing) -> list[CommitId]:
+        before.append(_before(listing, arguments["token"]))
         chosen = belief.accepted_for_new(listing, up_to_step=up_to.step if up_to is not None else None, exclude=exclude)
-        if up_to is not None and up_to not in chosen:
+        if up_to is not None and up_to not in chosen and not arguments.get("in_memory"):
             chosen = [up_to if commit.step == up_to.step else commit for commit in chosen]
         steps = {commit.step for commit in chosen}
         return chosen + [commit for commit in held if commit.step not in steps]
@@ -89,13 +95,21 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
     if withdrawn:
         steps = numbered("step", [commit.step for commit in withdrawn])
         notes.append(f"not used: {steps}, which an older incarnation was deleting")
+    if not before:  # asked once more, after a lost answer: nothing was chosen now
+        before.append(_before(Catalog(tier).listing(), arguments["token"]))
     return {
         "run_id": opened.record.run_id,
         "incarnation": opened.record.number,
         "steps": sorted({commit.step for commit in opened.accepted}),
         "steps_afar": sorted({commit.step for commit in held}),
+        "before": before[-1],
         "notes": notes,
     }
+
+
+def _before(listing: belief.Listing, token: str) -> int:
+    """Return the newest incarnation that another start of the job, or this one before it rolled back, has opened."""
+    return max((number for number, found in listing.incarnations.items() if found.token != token), default=0)
 
 
 def _held_afar(tier: Tier, arguments: dict[str, Any], up_to: CommitId | None, exclude: set[CommitId]) -> list[CommitId]:
@@ -149,21 +163,17 @@ def record(tier: Tier, config: Config, arguments: dict[str, Any], events: EventS
     commit = _commit(arguments["commit"])
     node = arguments["node"]
     directory = paths.checkpoint_dir(commit)
-    objects = objects_file.encode_objects({int(rank): blobs for rank, blobs in arguments["objects"].items()})
-    tier.put(f"{directory}/{paths.node_objects(node)}", objects)
-    written = records.NodeRecord(
+    data, objects = make_record(
+        commit,
         run_id=arguments["run_id"],
         node=node,
         node_name=arguments["node_name"],
-        commit=commit,
-        packs=tuple(msgspec.convert(entry, records.PackRecord) for entry in arguments["packs"]),
-        objects_size_bytes=len(objects),
-        objects_crc32=crc.crc(objects),
-        objects_blake3=blake3(objects).hexdigest(),
+        packs=arguments["packs"],
+        objects={int(rank): blobs for rank, blobs in arguments["objects"].items()},
         part_digests={int(rank): digest for rank, digest in arguments["part_digests"].items()},
         timings=arguments["timings"],
     )
-    data = records.encode_node_record(written)
+    tier.put(f"{directory}/{paths.node_objects(node)}", objects)
     tier.sync_tree(directory)
     tier.put(f"{directory}/{paths.node_record(node)}", data)
     return {"size_bytes": len(data), "blake3": blake3(data).hexdigest()}

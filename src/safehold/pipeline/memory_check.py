@@ -37,10 +37,24 @@ def arena_matches(tier: Tier, commit: CommitId, rank: int, packs: Sequence[tuple
         raise TornFileError(f"no node record has the packs of rank {rank}", step=commit.step, rank=rank) from exc
     if (rank, len(packs)) in records:
         return False
-    for (start, size), record in zip(packs, wanted, strict=True):
+    sizes = [size for _, size in packs]
+    return sizes == [record.size_bytes for record in wanted] and packs_match(
+        [record.block_crcs for record in wanted], packs, arena
+    )
+
+
+def packs_match(block_crcs: Sequence[str], packs: Sequence[tuple[int, int]], arena: memoryview) -> bool:
+    """Return whether packs in an arena have these checksums.
+
+    Args:
+        block_crcs: The encoded checksums of the blocks of each pack, in order.
+        packs: (arena offset, size) of each.
+        arena: The memory.
+    """
+    if len(block_crcs) != len(packs):
+        return False
+    for (start, size), wanted in zip(packs, block_crcs, strict=True):
         data = arena[start : start + size]
-        if len(data) != size or size != record.size_bytes:
-            return False
-        if not np.array_equal(crc.crc_blocks(data), crc.decode_crcs(record.block_crcs)):
+        if len(data) != size or not np.array_equal(crc.crc_blocks(data), crc.decode_crcs(wanted)):
             return False
     return True

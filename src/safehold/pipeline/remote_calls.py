@@ -161,7 +161,10 @@ class RemoteCalls:
     # -- for a restore ---------------------------------------------------------------------------------------------------
 
     def _newer(self, arguments: dict[str, Any]) -> list[list[int]]:
-        """Return what the second place has and is newer than anything usable here, newest first."""
+        """Return what the second place has and is newer than anything usable here, newest first.
+
+        What was deleted here and is still there is returned where its step is asked for, or where nothing here can be used.
+        """
         step, bad = arguments["step"], {_commit(entry) for entry in arguments["bad"]}
         tried = {_commit(entry) for entry in arguments["tried"]}
         try:
@@ -176,10 +179,11 @@ class RemoteCalls:
         if self._contradiction(here, there):
             return []
         found = replication.counting(here.listing, there.listing)
-        deleted = {commit for commit, view in here.listing.attempts.items() if view.tombstones}
-        wanted = [c for c in found if c not in tried and c not in deleted and (step is None or c.step == step)]
-        good = [c for c in wanted if c not in there.quarantined] + [c for c in wanted if c in there.quarantined]
-        return [_wire(commit) for commit in good if usable is None or commit > usable.commit]
+        deleted = {commit for commit in found if replication.holding(here.listing, commit)}
+        wanted = [c for c in found if c not in tried and (step is None or c.step == step)]
+        if usable is not None:
+            wanted = [c for c in wanted if c > usable.commit and (c not in deleted or step is not None)]
+        return [_wire(c) for c in sorted(wanted, key=lambda c: (c in there.quarantined, c in deleted))]
 
     def _fetch(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Copy a checkpoint back, at full speed: everybody waits for it."""

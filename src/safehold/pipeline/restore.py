@@ -90,6 +90,7 @@ class Reading:
         verified: Ranks whose packs in memory were compared with their checksums already, and cannot have changed since.
         more_tiers: Where else the same checkpoint is, nearest first; asked where `tier` fails.
         passing: Whether some of it may be passed on between nodes: then no read crosses the border of a chunk.
+        elsewhere: (rank, part) -> where a pack can be had, beside the memory of this node; None: on the tier.
         redundancy: (node of the checkpoint, pack file) -> where the pack can be had if it is lost, or None.
     """
 
@@ -110,8 +111,10 @@ class Reading:
         passing: bool = False,
         redundancy: Callable[[int, str], Source | None] = lambda node, file: None,
         progress: Callable[[int, int], None] | None = None,
+        elsewhere: Callable[[int, int], Sequence[Source]] | None = None,
     ) -> None:
         self._tier, self._tiers, self._checkpoint = tier, (tier, *more_tiers), checkpoint
+        self._elsewhere = elsewhere
         self._rank, self._memory, self._redundancy = rank, memory, redundancy
         self._num_threads, self._stall_s, self._progress = num_threads, stall_s, progress
         self._shared, self._verified = shared, frozenset(verified)
@@ -372,11 +375,14 @@ class Reading:
                 held = self._memory(rank)
                 if held is not None and pack < len(held):
                     found.append(MemorySource(held[pack], verified=rank in self._verified))
-                path = self._checkpoint.pack_path(rank, pack)
-                found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
-                given = self._redundancy(self._checkpoint.plan.nodes[rank], path.rpartition("/")[2])
-                if given is not None:
-                    found.append(given)
+                if self._elsewhere is not None:
+                    found.extend(self._elsewhere(rank, pack))
+                else:
+                    path = self._checkpoint.pack_path(rank, pack)
+                    found.extend(FlashSource(tier, path, shared=self._shared) for tier in self._tiers)
+                    given = self._redundancy(self._checkpoint.plan.nodes[rank], path.rpartition("/")[2])
+                    if given is not None:
+                        found.append(given)
                 self._sources[rank, pack] = found
             return found
 

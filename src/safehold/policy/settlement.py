@@ -154,3 +154,12 @@ def _leaf(row: Any, num_groups: int) -> tuple[TensorSpec, int]:
     if type(group) is not int or not 0 <= group < num_groups:
         raise ValueError(f"the group of leaf {name!r} does not exist")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(shape), kind=kind), group
+
+
+def without_contradictions(undeclared: dict[int, list[TensorSpec]]) -> dict[int, list[TensorSpec]]:
+    """Leave out the leaves that ranks have under one name and not alike; they stay unsettled."""
+    specs: dict[str, set[TensorSpec]] = {}
+    for leaves in undeclared.values():
+        for spec in leaves:
+            specs.setdefault(spec.name, set()).add(spec)
+    return {rank: [spec for spec in leaves if len(specs[spec.name]) == 1] for rank, leaves in undeclared.items()}

@@ -43,10 +43,10 @@ class ArenaWriter:
         self._lock = threading.Lock()
         self._device: Device | None = None
         self._device_lock = threading.Lock()
-        self._ready: Mapping | None = None
+        self._ready: list[Mapping] = []
         self._numa_node: int | None = None
-        self._stager: Stager | None = None
-        self._written: tuple[str, Mapping] | None = None
+        self._stagers: list[Stager] = []
+        self._written: list[tuple[str, Mapping]] = []
         self._open: tuple[Ticket, SaveHandle] | None = None
         self._saving = False
         self._preparing: Mapping | None = None
@@ -91,14 +91,14 @@ class ArenaWriter:
         try:
             populate(arena)
             self._device_for(leaves).prepare_host(arena)
-            self._ready = arena
+            self._ready.append(arena)
         finally:
             self._preparing = None
         self._let_go()
 
     def is_ready(self, arena: Mapping) -> bool:
         """Whether `prepare` has been through with an arena."""
-        return self._ready is arena
+        return any(ready is arena for ready in self._ready)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -118,7 +118,8 @@ class ArenaWriter:
 
     def reset(self) -> None:
         """Another agent has other arenas."""
-        self._written, self._asked_bytes = None, 0
+        self._asked_bytes = 0
+        self._written.clear()
 
     def _let_go(self, *, now: bool = False) -> None:
         """Unmap arenas that were replaced, unless something may still copy into one: then the next save does it (`now`)."""
@@ -127,10 +128,10 @@ class ArenaWriter:
                 return
             retired = [mapping for mapping in self._run.retired if mapping is not self._preparing]
             self._run.retired = [mapping for mapping in self._run.retired if mapping is self._preparing]
-            if self._stager is not None and self._stager.mapping in retired:
+            if any(stager.mapping in retired for stager in self._stagers):
                 self._drop_stager()
-            if self._written is not None and self._written[1] in retired:
-                self._written = None
+            self._written = [entry for entry in self._written if entry[1] not in retired]
+            self._ready = [mapping for mapping in self._ready if mapping not in retired]
         for mapping in retired:
             try:
                 if self._device is not None:
@@ -154,22 +155,27 @@ class ArenaWriter:
 
     def _stager_for(self, leaves: Leaves, arena: Mapping) -> Stager:
         self._let_go(now=True)
-        if self._stager is None or self._stager.mapping is not arena:
-            control = self._run.client.control
-            assert control is not None
-            self._stager = Stager(self._device_for(leaves), arena, control)
-        return self._stager
+        control = self._run.client.control
+        assert control is not None
+        found = next((stager for stager in self._stagers if stager.mapping is arena), None)
+        if found is None:
+            found = Stager(self._device_for(leaves), arena, control)
+            self._stagers.append(found)
+            while len(self._stagers) > self._run.generations:
+                stager = self._stagers.pop(0)
+                self._hung = not stager.close() or self._hung
+        return found
 
     # -- staging ---------------------------------------------------------------------------------------------------------
 
     def write_headers(self, layout: SaveLayout, arena: Mapping) -> None:
         """Write pack headers and padding, unless this very layout was staged into this arena last time."""
-        if self._written is not None and self._written[0] == layout.digest and self._written[1] is arena:
+        if any(digest == layout.digest and mapping is arena for digest, mapping in self._written):
             return
-        self._written = None
+        self._written = [entry for entry in self._written if entry[1] is not arena]
         for offset, data in layout.headers:
             arena.view[offset : offset + len(data)] = data
-        self._written = (layout.digest, arena)
+        self._written.append((layout.digest, arena))
 
     def stage(
         self,
@@ -206,7 +212,7 @@ class ArenaWriter:
                 if time.monotonic() > deadline:
                     raise DeadlineError("the flush does not keep up with staging", step=handle.step, tier="flash")
 
-        self._written = None
+        self._written.clear()
         heads = [
             StageItem(view=np.frombuffer(data, np.uint8), offset=offset, nbytes=len(data))
             for offset, data in layout.headers
@@ -256,9 +262,10 @@ class ArenaWriter:
 
     def _drop_stager(self) -> None:
         """Nothing that was begun may go on copying, and what is in the arena is not known."""
-        self._open = self._written = None
-        stager, self._stager = self._stager, None
-        if stager is not None:
+        self._open = None
+        self._written.clear()
+        stagers, self._stagers = self._stagers, []
+        for stager in stagers:
             self._hung = not stager.close() or self._hung
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -27,6 +27,7 @@ from safehold.errors import AgentUnavailableError, CheckpointError, Configuratio
 from safehold.host.memfd import Mapping
 from safehold.host.runtime import RunSlot
 from safehold.pipeline.exchange import Exchange, node_name
+from safehold.policy.memory_need import GENERATIONS
 from safehold.policy.placement import Scheme, place
 from safehold.tiers.base import Tier
 from safehold.tiers.open import open_tier
@@ -51,7 +52,8 @@ class Run:
         run_id: The run's id.
         newest_step: Newest checkpoint at start-up, None if there is none.
         notes: Sentences for the user, and `warnings` that cannot wait.
-        arenas: Arenas mapped so far, by id, of the connection `arenas_of`.
+        arenas: Arenas mapped so far, by id, of the connection `arenas_of`; at most one for each generation.
+        generations: How many arenas this rank has.
         retired: Arenas that others came in the place of, to be unmapped once nothing copies into them any more.
         reconnecting: Held by whoever looks for another agent.
     """
@@ -64,6 +66,7 @@ class Run:
     warnings: list[str] = field(default_factory=list)
     arenas: dict[int, Mapping] = field(default_factory=dict)
     arenas_of: int = 0
+    generations: int = 1
     retired: list[Mapping] = field(default_factory=list)
     reconnecting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -160,6 +163,7 @@ def _join(exchange: Exchange, client: AgentClient, world: m.World, config: Confi
             error = exc
     exchange.agree("joined", error)
     return Run(
+        generations=GENERATIONS if config.flush_every > 1 else 1,
         client=client,
         world=world,
         run_id=client.run_id,
@@ -299,11 +303,11 @@ def map_arena(run: Run, arena_id: int, arena_bytes: int, fds: list[int]) -> Mapp
             raise AgentUnavailableError("the agent sent no arena", rank=run.client.rank)
         mapping = Mapping(fds[0], arena_bytes)
         mapping.keep_from_children()
-        if any(other > arena_id for other in run.arenas):  # ids count up: what speaks of it is late
+        if sum(other > arena_id for other in run.arenas) >= run.generations:  # ids count up: what speaks of it is late
             run.retired.append(mapping)
             return mapping
-        run.retired += run.arenas.values()
-        run.arenas.clear()
+        while len(run.arenas) >= run.generations:
+            run.retired.append(run.arenas.pop(min(run.arenas)))
         run.arenas[arena_id] = mapping
         return mapping
     finally:

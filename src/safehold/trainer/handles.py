@@ -45,17 +45,32 @@ class Figures:
     allocate_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save; see `Checkpointer.save`, and for `announced` `messages.Begin`."""
+
+    final: bool = False
+    announced: bool = False
+    overwrite: bool = False
+    overlap: bool = False
+    flush: bool = False
+
+
 class SaveHandle:
     """One save, as the trainer sees it; made by `Checkpointer.save`.
 
     Attributes:
         step: The step it saves.
         attempt: Counts repeated saves of one step in one incarnation.
+        tier: Where it becomes durable: `flash`, or `memory` for one that is not flushed (`flush_every`).
     """
 
-    def __init__(self, step: int, attempt: int, *, flush_timeout_s: float, remote_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self, step: int, attempt: int, *, flush_timeout_s: float, remote_timeout_s: float = 0.0, tier: str = "flash"
+    ) -> None:
         self.step = step
         self.attempt = attempt
+        self.tier = tier
         self._flush_timeout_s, self._remote_timeout_s = flush_timeout_s, remote_timeout_s
         self._is_replicated = False
         self._remote_error: CheckpointError | None = None
@@ -82,7 +97,9 @@ class SaveHandle:
 
     @property
     def durable(self) -> bool:
-        """Whether the checkpoint is committed: data, directory entries and manifest are on storage."""
+        """Whether the checkpoint is committed on its tier: data, directory entries and manifest are on storage, or all is in the memory of
+        the nodes and of their partners.
+        """
         return self._state == "durable"
 
     @property
@@ -126,23 +143,26 @@ class SaveHandle:
 
         Args:
             timeout_s: None: the flush deadline; with `remote` that and `remote_timeout_s`.
-            tier: None: the run's own tier. `memory`: until staged; `flash`: until committed there; `remote`: until it is
-                complete at the second place.
+            tier: None: the save's own tier. `memory`: until staged, or for a save that stays in memory until committed there; `flash`:
+                until committed there; `remote`: until it is complete at the second place.
 
         Raises:
             DeadlineError: It was not durable in time; it may become so later.
             SkippedError: It was skipped; with `remote` also where a newer one is replicated in its place.
             CheckpointError: The save failed.
-            ConfigurationError: There is no such tier.
+            ConfigurationError: There is no such tier, or the save does not come to it.
         """
         tiers = TIERS if self._remote_timeout_s else TIERS[:-1]
         if tier is not None and tier not in tiers:
             raise ConfigurationError(f"this run has no tier {tier!r}", hint=f"tiers: {', '.join(tiers)}")
+        if tier in ("flash", "remote") and self.tier == "memory":
+            text = f"the save of step {self.step} stays in memory, and never comes to {tier}"
+            raise ConfigurationError(text, step=self.step, hint="save with flush=True, or set flush_every lower")
         if tier == "remote":
             self._wait_remote(timeout_s)
             return
         limit = self._flush_timeout_s if timeout_s is None else timeout_s
-        if tier == "memory":
+        if tier == "memory" and self.tier != "memory":
             self.wait_staged(limit)
         else:
             self._wait(lambda: self._state not in ("staging", "staged"), limit, limit, "durable")

@@ -14,6 +14,7 @@ from typing import Any
 from safehold.agent import messages as m
 from safehold.config import Config
 from safehold.errors import CheckpointError, ConfigurationError
+from safehold.format import objects
 from safehold.state.leaves import Leaves, TensorLeaf
 from safehold.trainer.arena import ArenaWriter
 from safehold.trainer.connection import Run
@@ -58,6 +59,12 @@ class Preparing:
             "preparing the arena",
         )
         self._arena.prepare(reply, fds, leaves)
+        if self._run.generations == 1:
+            return
+        request = m.Prepare(0, size_bytes, self._arena.numa_node(leaves), other=True)
+        other, fds = self._run.client.ask(request, self._config.start_timeout_s, "preparing the other arena")
+        if isinstance(other, m.Prepared):
+            self._arena.prepare(other, fds, leaves)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until it is done.
@@ -121,3 +128,8 @@ def quietly(prepare: Callable[[], None]) -> None:
         prepare()
     except Exception as exc:
         log.warning("safehold: preparing for saves failed: %s", exc, exc_info=not isinstance(exc, CheckpointError))
+
+
+def encode_objects(leaves: Leaves) -> dict[str, bytes]:
+    """Return the encoded objects of a state by name."""
+    return {leaf.spec.name: objects.encode(leaf.value, name=leaf.spec.name) for leaf in leaves.objects}

@@ -49,10 +49,12 @@ def _left_out(step: int, reason: str) -> SkippedError:
     return SkippedError(f"step {step} is not replicated: {reason}", step=step, tier="remote", hint=hint)
 
 
-def new_handle(step: int, attempt: int, config: Config) -> SaveHandle:
-    """Return the handle of a save that begins."""
+def new_handle(step: int, attempt: int, config: Config, tier: str) -> SaveHandle:
+    """Return the handle of a save that begins, and will be durable on `tier`."""
     remote_timeout_s = config.remote_timeout_s if config.remote else 0.0
-    return SaveHandle(step, attempt, flush_timeout_s=config.flush_timeout_s, remote_timeout_s=remote_timeout_s)
+    return SaveHandle(
+        step, attempt, flush_timeout_s=config.flush_timeout_s, remote_timeout_s=remote_timeout_s, tier=tier
+    )
 
 
 def _real(where: str) -> str:
@@ -74,8 +76,11 @@ class RemoteWaits:
         self._waiting: dict[tuple[int, int], SaveHandle] = {}
 
     def follow(self, handle: SaveHandle) -> SaveHandle:
-        """A save has begun; news of its copy may come before those of the save itself. Returns the handle."""
-        if not self._config.remote:
+        """A save has begun; news of its copy may come before those of the save itself. Returns the handle.
+
+        One that stays in memory has no copy.
+        """
+        if not self._config.remote or handle.tier == "memory":
             return handle
         gone = None
         with self._lock:

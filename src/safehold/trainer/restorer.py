@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.config import Config
 from safehold.errors import (
@@ -44,6 +45,7 @@ from safehold.tiers.base import Tier
 from safehold.tiers.joined import JoinedTier
 from safehold.trainer import collector
 from safehold.trainer.connection import Reconnector, Run
+from safehold.trainer.held_tier import HeldTier
 from safehold.trainer.passing import Passing
 from safehold.types import CommitId
 
@@ -60,13 +62,14 @@ class RestoreReport:
         seconds: From the call to its return.
         read_s: Of that, reading and verifying tensors.
         bytes: Bytes that this rank read.
-        source: Where they came from: `memory`, `flash` (`remote` if it was fetched from there first), `peers` (passed on by another node),
-            `copy` or `parity` (of a node that was lost), joined by `+`.
+        source: Where they came from: `memory`, `partner` (memory of other nodes), `flash` (`remote` if it was fetched from there first),
+            `peers` (passed on by another node), `copy` or `parity` (of a node that was lost), joined by `+`.
         bytes_by_source: The bytes from each.
         storage_bytes: Bytes that this rank has read from storage, for itself and for others.
         node_storage_bytes: The same of all ranks of this node, where bytes are passed on between nodes; else 0.
         left_out: With `partial`: what was not restored.
         skipped: Newer checkpoints that could not be used, and why.
+        tier: Where the checkpoint is: `flash`, or `memory`: on no storage.
         replaced: Sources that failed for some bytes, which came from another.
     """
 
@@ -80,10 +83,12 @@ class RestoreReport:
     node_storage_bytes: int = 0
     left_out: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    tier: str = "flash"
     replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         read = f"{self.bytes / 1e9:.3f} GB read by this rank"
+        read += "; the step is on no storage yet, and the next save is flushed" if self.tier == "memory" else ""
         return f"restored step {self.step} from {self.source} in {self.seconds:.3f} s ({read})"
 
 
@@ -94,6 +99,7 @@ class _Attempt:
     offer: m.RestoreOffer
     touched: bool = False
     unused: list[str] = field(default_factory=list)
+    held: HeldTier | None = None
     memory: dict[int, tuple[Mapping, list[memoryview]]] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     passing: Passing | None = None
@@ -234,12 +240,14 @@ class Restorer:
         offer = attempt.offer
         assert offer.step is not None
         commit = CommitId(offer.step, offer.incarnation, offer.attempt)
+        if offer.tier == "memory":
+            attempt.held = HeldTier(self._run, self._config, commit, offer.in_memory_of)
         with self._events.span("documents", step=offer.step, rank=self._rank):
             checkpoint, stored = within(
                 self._config.stall_timeout_s,
                 "reading the documents of a checkpoint",
-                lambda: self._documents(commit, offer),
-                path=self._tier.url,
+                lambda: self._documents(commit, offer, attempt.held),
+                path=attempt.held.url if attempt.held is not None else self._tier.url,
             )
         with collector.paused(), self._events.span("bind", step=offer.step, rank=self._rank):
             binding = bind_for_restore(
@@ -265,14 +273,17 @@ class Restorer:
         attempt.passing = Passing(self._run.client, self._config, self._run.world.node_names, attempt.offer.round)
         attempt.passing.begin(reading, self._tier, attempt.checkpoint)
 
-    def _documents(self, commit: CommitId, offer: m.RestoreOffer) -> tuple[Checkpoint, StoredObjects]:
-        if isinstance(self._tier, JoinedTier):
-            self._tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
-        if isinstance(self._tier, RecoveringTier):
-            self._tier.forget()
-        catalog, run_id = Catalog(self._tier, patience_s=5.0), self._run.run_id
+    def _documents(
+        self, commit: CommitId, offer: m.RestoreOffer, held: HeldTier | None
+    ) -> tuple[Checkpoint, StoredObjects]:
+        tier: Any = held or self._tier
+        if isinstance(tier, JoinedTier):
+            tier.look_first(guess_for(paths.checkpoint_dir(commit), offer.holders))
+        if isinstance(tier, RecoveringTier):
+            tier.forget()
+        catalog, run_id = Catalog(tier, patience_s=5.0 if held is None else 0.0), self._run.run_id
         checkpoint = catalog.load(commit, manifest_bytes=offer.manifest, run_id=run_id, lazy=True)
-        return checkpoint, StoredObjects(self._tier, checkpoint)  # which looks at the records, too
+        return checkpoint, StoredObjects(tier, checkpoint)  # which looks at the records, too
 
     def _reading(
         self,
@@ -283,7 +294,7 @@ class Restorer:
         shared: bool,
         progress: Callable[[int, int], None] | None = None,
     ) -> Reading:
-        in_memory = bool(attempt.offer.memory)
+        in_memory, held = bool(attempt.offer.memory), attempt.held
         return Reading(
             self._tier,
             checkpoint,
@@ -295,9 +306,10 @@ class Restorer:
             shared=shared,
             in_memory=in_memory,
             verified=attempt.offer.verified,
-            passing=self._passes_on() and not in_memory,
+            passing=held is None and not in_memory and self._passes_on(),
             redundancy=lambda node, file: self._redundancy(checkpoint, node, file),
             progress=progress,
+            elsewhere=(lambda rank, part: held.sources(checkpoint, rank, part)) if held is not None else None,
         )
 
     def _passes_on(self) -> bool:
@@ -340,9 +352,14 @@ class Restorer:
             return None
         found = attempt.memory.get(rank)
         if found is None:
+            offer = attempt.offer
+            commit = (offer.step or 0, offer.incarnation, offer.attempt)
             try:
                 reply, fds = self._run.client.request(
-                    m.MemoryAsk(0, rank), m.MemorySource, self._config.request_timeout_s, "the memory of a rank"
+                    held_messages.MemoryAsk(0, rank, commit),
+                    held_messages.MemorySource,
+                    self._config.request_timeout_s,
+                    "the memory of a rank",
                 )
             except CheckpointError:
                 return None
@@ -419,6 +436,7 @@ class Restorer:
             node_storage_bytes=attempt.node_storage_bytes,
             left_out=tuple(binding.left_out),
             skipped=tuple(attempt.offer.skipped),
+            tier=attempt.offer.tier,
             replaced=tuple(figures.replaced),
         )
 

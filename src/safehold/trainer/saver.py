@@ -28,7 +28,6 @@ from safehold.errors import (
     from_wire,
 )
 from safehold.events import EventStream
-from safehold.format import objects
 from safehold.host.memfd import Mapping
 from safehold.pipeline.layout import Comparison, Planner, SaveLayout
 from safehold.pipeline.staging import Ticket
@@ -41,8 +40,8 @@ from safehold.trainer.alone import Alone
 from safehold.trainer.arena import ArenaWriter
 from safehold.trainer.connection import COME_BACK_PAUSE_S, Reconnector, Run
 from safehold.trainer.failures import Failures, interrupted
-from safehold.trainer.handles import SaveHandle
-from safehold.trainer.preparing import Preparing, headroom_bytes, leaves_of
+from safehold.trainer.handles import SaveHandle, SaveOptions
+from safehold.trainer.preparing import Preparing, encode_objects, headroom_bytes, leaves_of
 from safehold.trainer.remote import RemoteWaits, new_handle
 from safehold.types import TensorSpec
 
@@ -53,6 +52,9 @@ KNOWN_PARTS_KEPT = 256
 
 class Saver:
     """All saves of one rank.
+
+    Attributes:
+        newest_tier: Where the newest durable save of this object is, or what was restored; empty if there is none.
 
     Args:
         run: The run that was joined.
@@ -87,7 +89,8 @@ class Saver:
         self._settlement: Settlement | None = None
         self._known_parts: set[str] = set()
         self._connection = 0
-        self._seq, self.alone = 0, Alone()
+        self._seq = self._num_until_flush = 0
+        self.alone, self.newest_tier = Alone(), ""
         self.remote = RemoteWaits(config, rank=rank, events=events)
         self._arena = ArenaWriter(run, config)
         self._preparing = Preparing(run, self._arena, config)
@@ -117,7 +120,7 @@ class Saver:
             case m.Protected():
                 self._events.emit("protect", "done" if reply.done else "failed", step=reply.step)
             case m.Note():
-                log.warning("safehold: %s", reply.text)
+                log.log(logging.INFO if reply.info else logging.WARNING, "safehold: %s", reply.text)
 
     def lost(self, why: str) -> None:
         """The agent is gone, and with it every save that was not durable."""
@@ -168,7 +171,7 @@ class Saver:
         with self._lock:
             handle = self._open.pop((reply.step, reply.attempt), None)
         self._failures.committed()
-        figures = reply.figures
+        figures, self.newest_tier = reply.figures, reply.tier
         if handle is None:
             return
         handle._advance(
@@ -236,27 +239,18 @@ class Saver:
 
         self._preparing.start(work)
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        metrics: dict[str, float],
-        final: bool,
-        announced: bool,
-        overwrite: bool,
-        overlap: bool,
-    ) -> SaveHandle:
+    def save(self, step: int, state: Any, options: SaveOptions, *, metrics: dict[str, float]) -> SaveHandle:
         """Save; see `Checkpointer.save`."""
         started = time.perf_counter()
         attempt = self._attempts[step] = self._attempts.get(step, -1) + 1
-        handle = self.remote.follow(new_handle(step, attempt, self._config))
+        tier = self._next_tier(flush=options.flush or options.final)
+        handle = self.remote.follow(new_handle(step, attempt, self._config, tier))
         handle._on_raised = self._failures.forget
         with self._lock:
             self._open[step, attempt] = handle
         try:
             with collector.paused(), self._arena.saving(), self._events.span("save_call", step=step, rank=self._rank):
-                self._save(handle, state, metrics, final, announced, overwrite, overlap, started)
+                self._save(handle, state, metrics, options, started)
         except SkippedError as exc:
             self._save_failed(step, attempt, exc)
         except CheckpointError as exc:
@@ -272,6 +266,18 @@ class Saver:
             raise
         return handle
 
+    def _next_tier(self, *, flush: bool) -> str:
+        """Say where the next save goes: counted by calls, so that all ranks agree without asking, whatever becomes of saves."""
+        if flush or self._num_until_flush <= 0:
+            self._num_until_flush = self._config.flush_every - 1
+            return "flash"
+        self._num_until_flush -= 1
+        return "memory"
+
+    def restored(self, tier: str) -> None:
+        """A checkpoint was restored: the next save is flushed, since what was restored may be in memory only, with fewer copies."""
+        self._num_until_flush, self.newest_tier = 0, tier
+
     def _give_up(self, handle: SaveHandle, error: CheckpointError, *, raised: bool = False) -> None:
         # Before the agent tells the same to all ranks.
         self._save_failed(handle.step, handle.attempt, error, raised=raised)
@@ -285,10 +291,7 @@ class Saver:
         handle: SaveHandle,
         state: Any,
         metrics: dict[str, float],
-        final: bool,
-        announced: bool,
-        overwrite: bool,
-        overlap: bool,
+        options: SaveOptions,
         started: float,
     ) -> None:
         step = handle.step
@@ -299,7 +302,7 @@ class Saver:
             layout = self._lay_out(leaves)
             self._register(layout)
             comparison = self._planner.comparison(layout, leaves, step)
-        granted, arena = self._begin(handle, leaves, layout, comparison, metrics, final, announced, overwrite, overlap)
+        granted, arena = self._begin(handle, leaves, layout, comparison, metrics, options)
         control = self._run.client.control
         assert control is not None
         control.begin_save(self._seq)
@@ -308,9 +311,9 @@ class Saver:
             self._save_in_waves(handle, layout, leaves, arena, granted.arena_bytes, started)
             return
         self._arena.write_headers(layout, arena)
-        encoded = _encode_objects(leaves)
+        encoded = encode_objects(leaves)
         with self._events.span("stage", step=step, rank=self._rank):
-            ticket = self._arena.stage(handle, layout, comparison, leaves, arena, overlap=overlap)
+            ticket = self._arena.stage(handle, layout, comparison, leaves, arena, overlap=options.overlap)
         handle._on_durable = partial(self._planner.compared, comparison)
         if (
             not self._arena.is_ready(arena) and self._preparing.idle
@@ -336,7 +339,7 @@ class Saver:
                 ring_bytes,
                 layout.pack_bytes,
             )
-        encoded = _encode_objects(leaves)
+        encoded = encode_objects(leaves)
         with self._events.span("stage", step=handle.step, rank=self._rank, waves=True):
             self._arena.stage_in_waves(handle, layout, leaves, arena, ring_bytes=ring_bytes, save_seq=self._seq)
         took = time.perf_counter() - started
@@ -350,10 +353,7 @@ class Saver:
         layout: SaveLayout,
         comparison: Comparison,
         metrics: dict[str, float],
-        final: bool,
-        announced: bool,
-        overwrite: bool,
-        overlap: bool,
+        options: SaveOptions,
     ) -> tuple[m.Granted, Mapping]:
         self._seq += 1
         known = layout.digest in self._known_parts
@@ -368,11 +368,12 @@ class Saver:
             compare=comparison.ranges,
             metrics=metrics,
             save_seq=self._seq,
-            final=final,
-            announced=announced,
-            overwrite=overwrite,
-            beside_training=overlap,
+            final=options.final,
+            announced=options.announced,
+            overwrite=options.overwrite,
+            beside_training=options.overlap,
             numa_node=self._arena.numa_node(leaves),
+            in_memory=handle.tier == "memory",
         )
         self._arena.make_room(comparison.arena_bytes, saving=True)
         with self._events.span("begin", step=handle.step, rank=self._rank):
@@ -494,7 +495,3 @@ class Saver:
         deadline = time.monotonic() + timeout_s
         self._preparing.join(min(timeout_s, self._config.start_timeout_s))
         self._arena.close(max(0.0, deadline - time.monotonic()))
-
-
-def _encode_objects(leaves: Leaves) -> dict[str, bytes]:
-    return {leaf.spec.name: objects.encode(leaf.value, name=leaf.spec.name) for leaf in leaves.objects}

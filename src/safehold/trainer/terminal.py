@@ -14,6 +14,9 @@ from typing import NoReturn
 QUIET_S = 2.0
 EVERY_S = 0.5
 NOT_AWAITED = "the last saves were not waited for; the agent finishes what was staged ('safehold ls' shows it)"
+IN_MEMORY_ONLY = (
+    "is in memory only, and goes with the agents after agent_linger_s; save with final=True or flush=True to keep it"
+)
 
 
 def restore_progress() -> Callable[[int, int], None] | None:

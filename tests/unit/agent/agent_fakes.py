@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.session import Session
@@ -117,11 +118,14 @@ class FakePeer:
         self.rank = rank
         self.closed = False
         self.replies: list[Any] = []
+        self.taken: dict[int, bytes] = {}
 
     def reply(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         for fd in fds:
             os.fstat(fd)
         assert m.decode_reply(m.encode(message)) == message
+        if isinstance(message, held_messages.MemorySource | held_messages.HeldBytes):
+            self.taken[message.id] = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
         self.replies.append(message)
 
     def refuse(self, request: int, error: CheckpointError) -> None:

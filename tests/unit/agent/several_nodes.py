@@ -14,11 +14,12 @@ from safehold._version import __version__
 from safehold.agent import messages as m
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
-from safehold.agent.net.seam import Listeners
+from safehold.agent.net.seam import Incoming, Listeners
 from safehold.agent.session import Session
 from safehold.config import Config
 from safehold.errors import AgentUnavailableError, CheckpointError, TornFileError, from_wire
 from safehold.events import EventStream
+from safehold.format.crc import crc
 from safehold.format.plan import digest as digest_of
 
 KEEP = {"last": 3, "every_steps": None, "every_hours": None, "best": None}
@@ -32,6 +33,7 @@ class Wire:
         self.watched: set[str] = set()
         self.providers: dict[str, Any] = {}
         self.closed = False
+        self.sinks: dict[str, Any] = {}
 
     @property
     def address(self) -> str:
@@ -55,16 +57,40 @@ class Wire:
     def serve(self, kind: str, handler: Any) -> None:
         pass
 
+    def accept(self, kind: str, sink: Any) -> None:
+        self.sinks[kind] = sink
+
+    def _reach(self, name: str) -> Wire:
+        wire = self.job.wires.get(name)
+        if frozenset((self.name, name)) in self.job.cuts or wire is None or self.closed or wire.closed:
+            raise AgentUnavailableError(f"node {name} does not answer", node=name)
+        return wire
+
     def read_into(self, name: str, kind: str, what: str, offset: int, view: memoryview, *, deadline_s: float) -> int:
-        if frozenset((self.name, name)) in self.job.cuts:
-            raise AgentUnavailableError("lost")
-        source = self.job.wires[name].providers[kind](self.name, what)
-        if source is None:
-            raise TornFileError(f"there is no {kind} {what!r} here")
-        view[:] = os.pread(source.fd, len(view), source.offset + offset)
-        os.close(source.fd)
+        source = self._reach(name).providers[kind](self.name, what)
+        if source is None or offset + len(view) > source.size:
+            raise TornFileError(f"node {name} does not have {what}", node=name)
+        try:
+            view[:] = os.pread(source.fd, len(view), source.offset + offset)
+        finally:
+            os.close(source.fd)
         self.job.read_bytes[name] += len(view)
-        return 0
+        return crc(view)
+
+    def write_from(
+        self, name: str, kind: str, what: str, offset: int, view: memoryview, *, total: int, deadline_s: float
+    ) -> int:
+        incoming = Incoming(node=self.name, name=what, offset=offset, size=len(view), total=total)
+        landing = self._reach(name).sinks[kind](incoming)
+        if landing is None:
+            raise TornFileError(f"node {name} does not take {what}", node=name)
+        data = self.job.spoil(self.name, name, what, bytes(view))
+        if landing.view is not None:
+            landing.view[:] = data
+        else:
+            os.pwrite(landing.fd, data, landing.offset)
+        landing.done(crc(data))
+        return crc(data)
 
     def close(self) -> None:
         self.closed = True
@@ -77,7 +103,8 @@ class Job:
         self.clock, self.work = FakeClock(), Work()
         self.names = [f"n{index}" for index in range(num_nodes)]
         self.world_size, self.per_node = num_nodes * per_node, per_node
-        self.world = m.World("token", self.world_size, [r // per_node for r in range(self.world_size)], self.names)
+        self.token = "token"
+        self.world = self.world_of()
         self.queue: deque[tuple[str, str, bytes]] = deque()
         self.sent: list[tuple[str, str, Any]] = []
         self.cuts: set[frozenset[str]] = set()
@@ -91,6 +118,7 @@ class Job:
         self.flushers = [FakeFlusher({"sweep": {}, "cancel": True, "abandon": None}) for _ in self.names]
         self.copiers = [FakeFlusher({"copy_cancel": True, "copy_leave": None}) for _ in self.names]
         self.pools = [ArenaPool(self.work.post, 0, released=flusher.forget) for flusher in self.flushers]
+        self.spoil: Callable[[str, str, str, bytes], bytes] = lambda source, target, what, data: data
         self.settle_old: Callable[[Session, Callable[[], None], float], None] = lambda _, then, __: then()
         self.sessions = [self.start(node) for node in range(num_nodes)]
         self.peers = [FakePeer(rank) for rank in range(self.world_size)]
@@ -100,6 +128,13 @@ class Job:
             session.nodes.meet([wire.address for wire in self.wires.values()])
         self.sessions[0].opened("run", 1, [])
         self.deliver()
+
+    def world_of(self) -> m.World:
+        return m.World(self.token, self.world_size, [r // self.per_node for r in range(self.world_size)], self.names)
+
+    def replace_pool(self, node: int) -> None:
+        """The node's agent is another, with no memory."""
+        self.pools[node] = ArenaPool(self.work.post, 0, released=self.flushers[node].forget)
 
     def hello(self, rank: int, incarnation: int = 0) -> m.Hello:
         return m.Hello(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from safehold._version import __version__
-from safehold.agent import chunk_messages, greeting
+from safehold.agent import chunk_messages, greeting, held_messages
 from safehold.agent import messages as m
 from safehold.errors import CommitError, ConfigurationError
 from safehold.host.sockets import MAX_FRAME_BYTES, Channel
@@ -28,7 +28,9 @@ REQUESTS = [
     m.StageFailed(8, 10, 1, ERROR),
     m.RestoreAsk(9, None),
     m.RestoreAsk(9, 10),
-    m.MemoryAsk(10, 1),
+    held_messages.MemoryAsk(10, 1),
+    held_messages.MemoryAsk(10, 1, (5, 2, 0)),
+    held_messages.HeldAsk(10, 1, "plans/0", 4096, 10),
     m.Vote(11, 2, "planned", ERROR, "p", ["a"], ["b"], ["c"], 9, b"set", 77),
     chunk_messages.CacheAsk(12, 3),
     chunk_messages.ChunksAsk(12, 3, [(5, 4096)], [6], 0.5),
@@ -49,7 +51,9 @@ REPLIES = [
     m.PartWanted(6),
     m.Skipped(7, "busy"),
     m.RestoreOffer(8, 10, 1, 0, b"manifest", [0, 1], ["step 20 is bad"], 3),
-    m.MemorySource(9, 4096, [(0, 4096)]),
+    m.RestoreOffer(8, 10, 1, 0, b"manifest", [0], [], 3, [], {}, False, "memory", {0: [1], -1: [0, 1]}),
+    held_messages.MemorySource(9, 4096, [(0, 4096)]),
+    held_messages.HeldBytes(9, 4096),
     chunk_messages.Cache(9, 0, 8192, 1, [([0, 1], b"set")]),
     chunk_messages.ChunksToRead(9, [(5, 0)], False),
     chunk_messages.NodeRead(9, 4096),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from agent_fakes import FakePeer, Node, hello, world_of
 
+from safehold.agent import held_messages
 from safehold.agent import messages as m
 from safehold.agent.session import Session
 from safehold.errors import ConfigurationError, DeadlineError, RankLostError, StorageError, SupersededError, from_wire
@@ -139,12 +140,12 @@ def test_late_news_of_the_old_incarnation_reach_nobody_after_a_going_back() -> N
 def test_memory_of_a_rank_is_given_or_refused() -> None:
     node = Node()
     node.save(10)
-    node.send(1, m.MemoryAsk(70, 0))
+    node.send(1, held_messages.MemoryAsk(70, 0))
     assert node.reply_to(1, 70).packs == [(0, 8192)]
-    node.send(1, m.MemoryAsk(71, 9))
+    node.send(1, held_messages.MemoryAsk(71, 9))
     assert isinstance(node.peers[1].refusal(), RankLostError)
     node.begin(0, 20)
-    node.send(1, m.MemoryAsk(72, 0))
+    node.send(1, held_messages.MemoryAsk(72, 0))
     assert isinstance(node.reply_to(1, 72), m.Refused), "it is being overwritten"
 
 

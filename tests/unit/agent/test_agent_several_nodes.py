@@ -175,7 +175,7 @@ def test_ranks_of_all_nodes_restore_the_same_and_the_manifest_travels_once_to_a_
     job.deliver()
     offers = [job.answer_to(rank, ask) for rank, ask in enumerate(asks)]
     assert [(offer.step, offer.manifest) for offer in offers] == [(20, b"the manifest")] * 4
-    assert sum(b"the manifest" in word.reply for word in job.told(w.ToRank)) == 1
+    assert sum(len(word.reply) > 200 or b"the manifest" in word.reply for word in job.told(w.ToRank)) == 1
     assert not job.flushers[1].done("find")
     for phase in ("planned", "verified"):
         votes = [job.send(rank, m.Vote(0, offers[rank].round, phase)) for rank in range(4)]

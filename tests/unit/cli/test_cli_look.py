@@ -259,7 +259,10 @@ def test_agents(safehold, tmp_path):
             assert entry["oom_score_adj"] == int(file.read())
         assert entry["control_group"].startswith("/")
         head, row = safehold("agents").out.splitlines()
-        assert head.split()[-6:] == ["LIMIT", "OOM", "GROUP", "RUN", "REMOTE", "LOG"] and entry["control_group"] in row
+        assert (
+            head.split()[-7:] == ["LIMIT", "OOM", "GROUP", "MEMORY", "RUN", "REMOTE", "LOG"]
+            and entry["control_group"] in row
+        )
 
 
 def test_agents_show_the_last_protected_step(safehold, tmp_path, monkeypatch):

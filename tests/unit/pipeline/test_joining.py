@@ -209,6 +209,7 @@ def test_who_has_seen_a_newer_incarnation_refuses_to_write_for_an_older_one(tmp_
 def test_two_incarnations_of_one_number_are_found_whoever_looks(world: LocalWorld) -> None:
     for node in "ab":
         ledger.open_incarnation(world.tiers[node], f"token of {node}")
+        world.tiers[node].put(f"{paths.checkpoint_dir(CommitId(20, 2, 0))}/{paths.node_record(0)}", b"at work")
     for node in (0, 1):
         with pytest.raises(ConfigurationError, match="incarnation 2 was opened on node a and, without it, on node b"):
             joining.heal(world.view(node))

@@ -123,7 +123,27 @@ def test_older_copies_go_on_to_count_after_a_restart(run: RunDir, there: Tier) -
     assert believed(there) == [40, 30, 20, 10]
     newer = calls_of(run.tier, there).operations["remote_newer"]
     assert [entry[0] for entry in newer({"step": 20, "bad": [], "tried": []})] == [20]
-    assert newer({"step": 10, "bad": [], "tried": []}) == [], "it was deleted here"
+    assert [entry[0] for entry in newer({"step": 10, "bad": [], "tried": []})] == [10], "deleted here, and asked for"
+    assert newer({"step": None, "bad": [], "tried": []}) == [], "what is here is newer than what was deleted"
+
+
+def test_what_was_deleted_here_is_brought_back_where_nothing_else_can_be_used(run: RunDir, there: Tier) -> None:
+    """Retention here is ahead of the copies: the only one is of a step that is being deleted here, and the newer ones are lost."""
+    old = save(run, 10)
+    replicate(run.tier, there, old)
+    newer = save(run, 20)
+    ledger.uncommit(run.tier, 10, incarnation=1, reason="retention")
+    next((run.root / paths.checkpoint_dir(newer)).glob("*.safetensors")).unlink()
+    look = {"step": None, "bad": [], "tried": []}
+    found = calls_of(run.tier, there).operations["remote_newer"](look)
+    assert [entry[0] for entry in found] == [10]
+    held = calls_of(run.tier, there).operations["remote_look"]({})["held"]
+    asked = {"token": "t", "up_to": None, "exclude": [], "reason": "start", "held": held}
+    maintenance.open_run(run.tier, Config(), asked, EventStream())
+    found = calls_of(run.tier, there).operations["remote_newer"](look)
+    calls_of(run.tier, there).operations["fetch"]({"commit": found[0], "key": "f"})
+    assert is_whole(run.tier, old)
+    assert maintenance.find(run.tier, Config(), {"step": None, "exclude": []}, EventStream())["commit"] == found[0]
 
 
 def test_another_runs_place_and_a_place_of_something_else_are_refused(run: RunDir, there: Tier, tmp_path: Path) -> None:

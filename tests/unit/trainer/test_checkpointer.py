@@ -237,15 +237,15 @@ def test_an_interrupted_save_leaves_nothing_behind(make: Make, monkeypatch: pyte
     state = {"w": torch.zeros(3)}
     with make() as ckpt:
         ckpt.save(1, state).wait()
-        encode = saver._encode_objects
+        encode = saver.encode_objects
 
         def interrupted(leaves: Any) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(saver, "_encode_objects", interrupted)
+        monkeypatch.setattr(saver, "encode_objects", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(2, state)
-        monkeypatch.setattr(saver, "_encode_objects", encode)
+        monkeypatch.setattr(saver, "encode_objects", encode)
         assert ckpt._saver is not None and ckpt._saver.open_handles() == []
         ckpt.save(2, state).wait()
         assert steps_in(ckpt) == [1, 2]

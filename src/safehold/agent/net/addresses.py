@@ -150,10 +150,19 @@ def address_of(sock: socket.socket, where: str) -> Address:
     return Address(host, port)
 
 
-def tune(sock: socket.socket) -> None:
-    """Set what every connection between agents has: no delay of small messages, and a dead other end is noticed in the end."""
+def tune(sock: socket.socket, lost_after_s: float = 0.0) -> None:
+    """Set what every connection between agents has: no delay of small messages, and a dead other end is noticed in the end.
+
+    With `lost_after_s` it is noticed by then (at least 4 s), although nothing is to be sent but an answer awaited: by the kernel's own
+    probes, which the kernel of a host answers whose processes are slow or stopped.
+    """
+    idle_s, interval_s, probes = 20, 5, 6
+    if lost_after_s:
+        idle_s, probes = max(1, round(lost_after_s / 4)), 3
+        interval_s = max(1, int((lost_after_s - idle_s) / probes))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(4000, int(lost_after_s * 1000)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)

@@ -110,8 +110,14 @@ class CallClient(BulkClient):
             stream.close()
             stream = None
         if stream is None:
-            connect_by = min(deadline, now + self._settings.peer_timeout_s)
-            stream = Stream(self.address, tls=self._tls, deadline=connect_by, stall_s=max(0.0, deadline - now))
+            patience_s = self._settings.peer_timeout_s
+            stream = Stream(
+                self.address,
+                tls=self._tls,
+                deadline=min(deadline, now + patience_s),
+                stall_s=max(0.0, deadline - now),
+                lost_after_s=patience_s,
+            )
         stream.deadline = deadline
         with self._lock:
             self._out.add(stream)

@@ -63,12 +63,21 @@ class Stream:
         tls: Context, or None.
         deadline: Of the first call, monotonic seconds.
         stall_s: The longest that nothing may move.
+        lost_after_s: A host that is not there any more is noticed by then, however long the deadline is; 0: by the deadline.
 
     Raises:
         BrokenError: There is no connection to be had.
     """
 
-    def __init__(self, address: Address, *, tls: ssl.SSLContext | None, deadline: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        tls: ssl.SSLContext | None,
+        deadline: float,
+        stall_s: float,
+        lost_after_s: float = 0.0,
+    ) -> None:
         self.deadline, self._stall_s = deadline, stall_s
         self.used_at = time.monotonic()
         self.fresh = self.reusable = True
@@ -76,7 +85,7 @@ class Stream:
         with _translated("connecting"):
             self.sock = self._connect(address)
             try:
-                tune(self.sock)
+                tune(self.sock, lost_after_s)
                 if tls is not None:
                     self.sock.settimeout(self.patience_s())
                     self.sock = tls.wrap_socket(self.sock, server_hostname=address.host.partition("%")[0])

@@ -114,4 +114,4 @@ class WorldPool(ArenaPool):
 
     def all_arenas(self) -> list[Arena]:
         """Return what it has."""
-        return [*self._arenas.values(), *self._parted]
+        return [*self._all(), *self._parted]

@@ -13,6 +13,9 @@ from net_proxy import wait_for
 from net_raw import TIMEOUT_S, Target, is_closed, receive
 
 from safehold.agent.net import wire
+from safehold.agent.net.addresses import tune
+
+KEPT_ALIVE = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
 
 
 @pytest.fixture
@@ -209,3 +212,15 @@ def test_close_is_quick_with_connections_open(target: Target) -> None:
         assert is_closed(silent) and is_closed(friend)
     with pytest.raises(OSError):
         target.connect()
+
+
+@pytest.mark.parametrize(("lost_after_s", "at_most_s"), [(2.0, 4), (10.0, 10), (60.0, 60)])
+def test_a_host_that_is_gone_is_noticed_while_an_answer_is_awaited(
+    target: Target, lost_after_s: float, at_most_s: int
+) -> None:
+    """By the kernel's probes: here only that they are asked for, since loopback is always there."""
+    with target.connect() as sock:
+        tune(sock, lost_after_s)
+        found = [sock.getsockopt(socket.IPPROTO_TCP, name) for name in KEPT_ALIVE]
+        assert found[0] + found[1] * found[2] <= at_most_s and sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == at_most_s * 1000
