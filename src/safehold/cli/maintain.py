@@ -21,7 +21,8 @@ from safehold.cli.state import NUMBER, STEP, json_option, run_argument
 def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint and check it.
 
-    STEP is a number, or 'latest' (the default). Ends with 6 if anything is wrong.
+    STEP is a number, or 'latest' (the default). Ends with 6 if anything is wrong with what could be read: what other nodes keep on
+    disks of their own cannot, and is named.
     """
     from safehold.cli.opening import open_run
     from safehold.cli.progress import progress
@@ -39,13 +40,17 @@ def verify(ctx: click.Context, run: str, step: int | None, all_steps: bool, mark
         if mark:
             _mark(opened, report)
         if not as_json:
-            _tell_report(report, quarantined=commit in opened.seen.quarantined and not mark)
+            _tell_report(
+                report, quarantined=commit in opened.seen.quarantined and not (mark and _may_clear(opened, report))
+            )
     if as_json:
         print_json([_report(report) for report in reports])
     elif not reports:
         click.echo("no checkpoints", err=True)
     elif step is None:
         _tell_how_many(reports, len(opened.believed), run)
+    if not as_json:
+        _tell_not_read(reports)
     return 0 if all(report.ok for report in reports) else 6
 
 
@@ -231,6 +236,7 @@ def _report(report: Any) -> dict[str, Any]:
             for fault in report.faults
         ],
         "notes": list(report.notes),
+        "not_read": list(report.not_read),
     }
 
 
@@ -239,14 +245,19 @@ def _tell_report(report: Any, *, quarantined: bool) -> None:
 
     head = f"step {report.commit.step}: "
     if report.ok:
-        click.echo(f"{head}ok, {counted(report.num_files, 'file')}, {size_text(report.num_bytes)}")
+        verdict = "ok" if not report.not_read else "no fault in what is here"
+        click.echo(f"{head}{verdict}, {counted(report.num_files, 'file')}, {size_text(report.num_bytes)}")
     else:
         click.echo(f"{head}{counted(len(report.faults), 'fault')}")
     for fault in report.faults:
         click.echo(f"  {clean(fault, 2000)}")
     for note in report.notes:
         warn(note)
-    if report.ok and quarantined:
+    if not report.ok or not quarantined:
+        return
+    if report.not_read:
+        warn(f"step {report.commit.step} is quarantined, and what is here is whole")
+    else:
         warn(f"step {report.commit.step} is quarantined and whole; 'safehold verify --mark' clears it")
 
 
@@ -255,17 +266,45 @@ def _tell_how_many(reports: list[Any], num_steps: int, run: str) -> None:
     from safehold.format.names import counted
 
     bad = sum(not report.ok for report in reports)
-    verdict = "" if len(reports) == 1 else f", {bad} damaged" if bad else ", all whole"
-    click.echo(f"verified {len(reports)} of {counted(num_steps, 'checkpoint')}{verdict}")
+    parts = sum(bool(report.not_read) for report in reports)
+    verdict = (
+        "" if len(reports) == 1 else f", {bad} damaged" if bad else ", all whole" if not parts else ", no fault found"
+    )
+    what = "" if not parts else " in part" if parts == len(reports) else f" ({parts} of them in part)"
+    click.echo(f"verified {len(reports)} of {counted(num_steps, 'checkpoint')}{what}{verdict}")
     if len(reports) < num_steps:
         click.echo(f"hint: only the newest was read; 'safehold verify {clean(run)} --all' reads all", err=True)
+
+
+def _tell_not_read(reports: list[Any]) -> None:
+    """Say whose part of the checkpoints was not read, and how to read it."""
+    from safehold.format.names import numbered
+
+    nodes = sorted({name for report in reports for name in report.not_read})
+    if nodes:
+        shown = numbered("node", [clean(name) for name in nodes], 8)
+        click.echo(f"hint: run this on {shown}, too: each node reads what is on its own disk", err=True)
+
+
+def _may_clear(opened: Any, report: Any) -> bool:
+    """Whether what was read is whole, and has in it what was found to be bad, if it is only a part of the checkpoint."""
+    from safehold.format import paths
+
+    word = opened.seen.quarantined.get(report.commit)
+    if not report.data_ok or not report.not_read or word is None:
+        return bool(report.data_ok)
+    directory, _, name = word.path.rpartition("/")
+    if directory != paths.checkpoint_dir(report.commit):
+        return bool(directory)  # a plan, say, which every node has
+    return name in opened.seen.files.get(report.commit, {})
 
 
 def _mark(opened: Any, report: Any) -> None:
     from safehold.pipeline import ledger
 
     if report.data_ok:
-        ledger.clear_quarantine(opened.tier, report.commit)
+        if _may_clear(opened, report):
+            ledger.clear_quarantine(opened.tier, report.commit)
     else:
         fault = next(fault for fault in report.faults if not fault.redundancy)
         ledger.put_quarantine(

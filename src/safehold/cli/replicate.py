@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -136,7 +137,7 @@ def status(run: str, url: str, as_json: bool) -> None:
     seen = replicas.survey(opened.tier, target)
     for problem in seen.there.problems:
         warn(f"{target.url}: {problem.path}: {problem.message}")
-    rows = [_row(row) for row in seen.rows]
+    rows = [_row(row, seen.here.files.get(row.commit, {})) for row in seen.rows]
     if as_json:
         lag = {
             "steps": seen.lag.steps,
@@ -161,7 +162,7 @@ def status(run: str, url: str, as_json: bool) -> None:
                 row["here"],
                 row["there"],
                 size_text(row["there_bytes"]) if row["there_bytes"] else "",
-                row["reason"],
+                _notes(row),
             )
             for row in rows
         ],
@@ -240,10 +241,13 @@ def _tell(done: list[Any], swept: Any, url: str) -> None:
             warn(f"nothing was removed there: {swept.problem.message}")
 
 
-def _row(row: Any) -> dict[str, Any]:
-    """One checkpoint of `status --json`."""
+def _row(row: Any, files: Mapping[str, int]) -> dict[str, Any]:
+    """One checkpoint of `status --json`; `files` are those of its directory here."""
+    from safehold.pipeline.joining import not_here
+
     manifest = next((view.manifest for view in (row.here, row.there) if view is not None and view.manifest), None)
-    here = "no" if row.here is None else "damaged" if row.here.manifest is None else "yes"
+    elsewhere = [] if row.here is None or row.here.manifest is None else not_here(row.here.manifest, files)
+    here = "no" if row.here is None else "damaged" if row.here.manifest is None else "part" if elsewhere else "yes"
     words = {"complete": "yes", "missing": "no", "extra": "yes"}
     return {
         "step": row.commit.step,
@@ -256,8 +260,17 @@ def _row(row: Any) -> dict[str, Any]:
         "there": "copying" if row.state == "partial" and row.at_work else words.get(row.state, row.state),
         "here_bytes": row.here.stored_bytes if row.here is not None else 0,
         "there_bytes": row.there_bytes,
+        "not_here": elsewhere,
         "reason": row.reason,
     }
+
+
+def _notes(row: dict[str, Any]) -> str:
+    from safehold.format.names import numbered
+
+    where = numbered("node", [clean(name) for name in row["not_here"]], 3)
+    words = [f"not here: what {where} saved"] if row["not_here"] else []
+    return "; ".join([*words, *([row["reason"]] if row["reason"] else [])])
 
 
 def _lag_text(lag: Any) -> str:

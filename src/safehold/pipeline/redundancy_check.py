@@ -22,7 +22,7 @@ CHUNK_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong; see `safehold.pipeline.verify.Fault`."""
+    """One thing that is wrong; see `safehold.pipeline.findings.Fault`."""
 
     path: str
     message: str

@@ -26,6 +26,7 @@ from safehold.format.records import Manifest, NodeRecord, PackRecord
 from safehold.pipeline import agreement
 from safehold.pipeline.catalog import Catalog
 from safehold.pipeline.expected import expected_tensors, rows_of_packs
+from safehold.pipeline.findings import MAX_KEYS, Fault, VerifyReport
 from safehold.pipeline.joining import not_here
 from safehold.pipeline.redundancy_check import RedundancyCheck
 from safehold.policy import coverage
@@ -37,74 +38,8 @@ T = TypeVar("T")
 CHUNK_BYTES = 8 << 20
 """Size of one read; a multiple of the checksum block."""
 
-MAX_KEYS = 6
-"""So many keys a fault names; the rest is counted."""
-
 Progress = Callable[[int, int], None]
 """Told (bytes read so far, bytes in all); called from several threads, never at the same time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One thing that is wrong.
-
-    Attributes:
-        path: The file, inside the run directory.
-        message: What is wrong with it.
-        block: Index of the checksum block concerned.
-        offset_bytes: Where it begins in the file.
-        keys: Keys of the pieces (or objects) that have bytes there, at most `MAX_KEYS`.
-        num_keys: How many keys there are in all.
-        node: The node that wrote it.
-        rank: The rank that wrote it.
-        redundancy: Whether it is redundancy that is damaged, and the checkpoint itself may be whole.
-    """
-
-    path: str
-    message: str
-    block: int | None = None
-    offset_bytes: int | None = None
-    keys: tuple[str, ...] = ()
-    num_keys: int = 0
-    node: int | None = None
-    rank: int | None = None
-    redundancy: bool = False
-
-    def __str__(self) -> str:
-        text = f"{self.path}: {self.message}"
-        if self.keys:
-            more = f" and {self.num_keys - len(self.keys)} more" if self.num_keys > len(self.keys) else ""
-            text += f"; has bytes of {', '.join(names.display(key) for key in self.keys)}{more}"
-        return text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What a verification found.
-
-    Attributes:
-        commit: The checkpoint.
-        faults: All that is wrong, by path and offset.
-        notes: What is odd and harmless, such as files that nobody vouches for.
-        num_files: Files that were read.
-        num_bytes: Bytes that were read.
-    """
-
-    commit: CommitId
-    faults: tuple[Fault, ...]
-    notes: tuple[str, ...]
-    num_files: int
-    num_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.faults
-
-    @property
-    def data_ok(self) -> bool:
-        """Whether nothing is wrong with the checkpoint itself, whatever its redundancy is like."""
-        return all(fault.redundancy for fault in self.faults)
 
 
 def verify(
@@ -193,6 +128,7 @@ class _Verification:
             notes=tuple(notes),
             num_files=self._tally.num_files,
             num_bytes=self._tally.done_bytes,
+            not_read=tuple(self._not_here),
         )
 
     def _document(self, read: Callable[[], T], name: str, directory: str | None = None) -> T | None:

@@ -11,10 +11,11 @@ from run_dirs import RunDir, flip
 from safehold.format import paths
 from safehold.pipeline import sweep
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.pipeline.findings import VerifyReport
 from safehold.pipeline.lost_node import open_lost
 from safehold.pipeline.rebuild import rebuild
 from safehold.pipeline.redundancy import protect
-from safehold.pipeline.verify import VerifyReport, verify
+from safehold.pipeline.verify import verify
 from safehold.policy.placement import parse_scheme, place
 from safehold.policy.retention import Keep
 from safehold.testing.fake_tier import FakeTier
