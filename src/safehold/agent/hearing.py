@@ -83,7 +83,8 @@ class Hearing:
                 self._settle_old(self._here, settled, word.deadline_s)
             case w.SeeFile():
                 here = self._here
-                places.look(here.flusher, word, here.config, lambda saw: here.send(here.lead_node, saw))
+                process = here.copier if word.is_remote else here.flusher
+                places.look(process, word, here.config, lambda saw: here.send(here.lead_node, saw))
             case w.Placed():
                 self._here.placed(local_flash=word.local_flash)
             case w.Protect() if word.incarnation == self._here.incarnation:

@@ -1,4 +1,5 @@
-"""Finds out, at the start of a job, whether all nodes see one run directory or each has a disk of its own under that path.
+"""Finds out, at the start of a job, whether all nodes see one run directory or each has a disk of its own under that path; and
+whether all see one second place, and can write it.
 
 Invariants: the lead's flusher puts a file of random name and content there, all others look for it, and it is deleted again, whatever came
 of it. All see it: shared; none: node-local; some: an error that names the nodes. Every wait has a deadline, a node that is lost or late is
@@ -49,6 +50,7 @@ class Places:
         self._names, self._here, self._config = names, here, config
         self._flusher, self._tell, self._clock = flusher, tell, clock
         self._number = 0
+        self._asked, self._is_remote = flusher, False
         self._name, self._content = "", b""
         self._sees: dict[int, bool] = {}
         self._lost: set[int] = set()
@@ -64,7 +66,24 @@ class Places:
         if self._config.flash != "auto" or not self._others:
             then(self._config.flash == "local" and bool(self._others), None)
             return
+        self._ask(self._flusher, then, deadline_s, is_remote=False)
+
+    def second_place(self, copier: Flusher, then: Callable[[CheckpointError | None], None], deadline_s: float) -> None:
+        """Call `then(error)` once it is known whether all nodes see the second place that this one sees, and can write it.
+
+        Args:
+            copier: The process that copies, on this node.
+            then: Called once.
+            deadline_s: Seconds that it may take.
+        """
+        if not self._others:
+            then(None)
+            return
+        self._ask(copier, lambda _, error: then(error), deadline_s, is_remote=True)
+
+    def _ask(self, flusher: Flusher, then: Then, deadline_s: float, *, is_remote: bool) -> None:
         self._over(False, RankLostError("the run is being opened anew"))  # another question before this one
+        self._asked, self._is_remote = flusher, is_remote
         self._number += 1
         self._name, self._content = f"{TEMPORARY_PREFIX}where-{new_token()}", new_token().encode()
         self._sees, self._then = {}, then
@@ -82,10 +101,10 @@ class Places:
                 self._over(False, self._lost_error(lost[0]))
                 return
             for node in self._others:
-                self._tell(node, w.SeeFile(number, self._name, self._content))
+                self._tell(node, w.SeeFile(number, self._name, self._content, is_remote))
 
         arguments = {"do": "put", "name": self._name, "content": self._content}
-        self._flusher.call("place", arguments, there, timeout_s=deadline_s)
+        flusher.call(_operation(is_remote), arguments, there, timeout_s=deadline_s)
 
     def saw(self, node: int, told: w.Saw) -> None:
         """A node has looked."""
@@ -102,6 +121,9 @@ class Places:
             return
         seeing = [self._names[node] for node in self._others if self._sees[node]]
         blind = [self._names[node] for node in self._others if not self._sees[node]]
+        if self._is_remote:
+            self._over(False, self._elsewhere(blind) if blind else None)
+            return
         self._over(not seeing, self._mixed(seeing, blind) if seeing and blind else None)
 
     def lost(self, node: int) -> None:
@@ -123,7 +145,8 @@ class Places:
         if self._deadline is None or self._clock.monotonic() < self._deadline:
             return
         late = [self._names[node] for node in self._others if node not in self._sees]
-        text = f"node {', '.join(late[:4])} did not say in time whether it sees the run directory"
+        what = "second place" if self._is_remote else "run directory"
+        text = f"node {', '.join(late[:4])} did not say in time whether it sees the {what}"
         hint = "is the storage of that node slow? start_timeout_s is the time for the start"
         self._over(False, DeadlineError(text, node=late[0] if late else None, hint=hint))
 
@@ -133,7 +156,8 @@ class Places:
         if then is None:
             return
         arguments = {"do": "delete", "name": self._name}
-        self._flusher.call("place", arguments, lambda *_: None, timeout_s=self._config.start_timeout_s)
+        operation = _operation(self._is_remote)
+        self._asked.call(operation, arguments, lambda *_: None, timeout_s=self._config.start_timeout_s)
         then(local, error)
 
     def _lost_error(self, node: int) -> CheckpointError:
@@ -146,6 +170,15 @@ class Places:
         hint = "mount one file system on all nodes, or use a path that is each node's own disk"
         return ConfigurationError(text, node=blind[0], hint=hint)
 
+    def _elsewhere(self, blind: list[str]) -> CheckpointError:
+        text = f"node {_some(blind)} sees another directory at the remote than node {self._names[self._here]}"
+        hint = "mount one file system there on all nodes; is it mounted on that node?"
+        return ConfigurationError(text, node=blind[0], path=self._config.remote, tier="remote", hint=hint)
+
+
+def _operation(is_remote: bool) -> str:
+    return "remote_place" if is_remote else "place"
+
 
 def note(local: bool, num_nodes: int) -> str:
     """Return what the user is told."""
@@ -156,18 +189,21 @@ def note(local: bool, num_nodes: int) -> str:
     return f"shared flash: {counted(num_nodes, 'node')} see one run directory"
 
 
-def look(flusher: Flusher, word: w.SeeFile, config: Config, answer: Callable[[w.Saw], None]) -> None:
-    """Have this node look for the lead's file."""
+def look(flusher: Flusher | None, word: w.SeeFile, config: Config, answer: Callable[[w.Saw], None]) -> None:
+    """Have this node look for the lead's file; at the second place it writes one, too."""
 
     def looked(value: Any, error: CheckpointError | None) -> None:
         answer(w.Saw(word.number, bool(value), None if error is None else error.to_wire()))
 
-    arguments = {"do": "see", "name": word.name, "content": word.content}
-    flusher.call("place", arguments, looked, timeout_s=config.start_timeout_s)
+    if flusher is None:
+        looked(False, ConfigurationError("this node was started without the second place", hint="start all alike"))
+        return
+    arguments = {"do": "try" if word.is_remote else "see", "name": word.name, "content": word.content}
+    flusher.call(_operation(word.is_remote), arguments, looked, timeout_s=config.start_timeout_s)
 
 
 def carry_out(tier: Tier, arguments: dict[str, Any]) -> bool:
-    """The flusher's part: put the file, look for it, or delete it."""
+    """The flusher's part: put the file, look for it (`try`: and write one beside it), or delete it."""
     name = str(arguments["name"])
     if not name.startswith(TEMPORARY_PREFIX) or "/" in name:
         raise ConfigurationError(f"{name!r} is no name for a trial of the run directory")
@@ -175,11 +211,16 @@ def carry_out(tier: Tier, arguments: dict[str, Any]) -> bool:
         case "put":
             tier.put(name, bytes(arguments["content"]))
             return True
-        case "see":
+        case "see" | "try":
             try:
-                return tier.get(name, limit_bytes=1024, retry_s=SEE_S) == bytes(arguments["content"])
+                sees = tier.get(name, limit_bytes=1024, retry_s=SEE_S) == bytes(arguments["content"])
             except FileNotFoundError:
                 return False
+            if sees and arguments["do"] == "try":
+                own = f"{name}-{new_token()}"
+                tier.put(own, b"")
+                tier.delete(own)
+            return sees
         case _:
             tier.delete(name)
             return True

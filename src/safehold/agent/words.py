@@ -143,11 +143,15 @@ class SettleOld(msgspec.Struct, tag="settle_old", frozen=True):
 
 
 class SeeFile(msgspec.Struct, tag="see_file", frozen=True):
-    """The lead has put a file of this name and content into the run directory: this node shall say whether it sees it."""
+    """The lead has put a file of this name and content into the run directory: this node shall say whether it sees it.
+
+    `is_remote`: into the second place, and this node shall try to write there, too.
+    """
 
     number: int
     name: str
     content: bytes
+    is_remote: bool = False
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):

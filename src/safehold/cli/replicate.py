@@ -244,7 +244,7 @@ def _row(row: Any) -> dict[str, Any]:
     """One checkpoint of `status --json`."""
     manifest = next((view.manifest for view in (row.here, row.there) if view is not None and view.manifest), None)
     here = "no" if row.here is None else "damaged" if row.here.manifest is None else "yes"
-    words = {"complete": "yes", "missing": "no", "extra": "yes"}
+    words = {"complete": "yes", "missing": "no", "extra": "yes", "uncommitted": "no"}
     return {
         "step": row.commit.step,
         "incarnation": row.commit.incarnation,
