@@ -7,6 +7,7 @@ copied under its claim. What is cancelled ends within a nap, between two transfe
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from safehold.format import document, paths, records
 from safehold.pipeline import ledger, replica_claim, replicas
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.pipeline.leases import Observer, Reader
 from safehold.pipeline.pacing import Pacer
 from safehold.pipeline.replica_claim import Claim
 from safehold.pipeline.replicate import replicate
@@ -67,6 +69,8 @@ class RemoteCalls:
         self._begun: dict[str, _Begun] = {}
         self._cancelled: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
+        # Remembers from one replication to the next which readers' leases at the second place are renewed.
+        self._observer = Observer()
         self.operations: dict[str, Callable[[dict[str, Any]], Any]] = {
             "remote_look": self._look,
             "remote_newer": self._newer,
@@ -204,18 +208,22 @@ class RemoteCalls:
         return [_wire(commit) for commit in good if usable is None or commit > usable.commit]
 
     def _fetch(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Copy a checkpoint back, at full speed: everybody waits for it."""
-        settings = CopySettings(stall_s=min(MAX_STALL_S, self._config.restore_timeout_s), direct=self._config.direct_io)
+        """Copy a checkpoint back, at full speed: everybody waits for it. A lease keeps it there as long as that takes."""
+        config = self._config
+        settings = CopySettings(stall_s=min(MAX_STALL_S, config.restore_timeout_s), direct=config.direct_io)
         commit = _commit(arguments["commit"])
-        done = replicate(
-            self._there,
-            self._here,
-            commit,
-            settings=settings,
-            cancelled=self._flag(arguments["key"]),
-            restrict=True,
-            own_is_over=True,
-        )
+        host, pid = os.uname().nodename, os.getpid()
+        with Reader(self._there, lease_s=config.lease_s, limit_s=settings.stall_s, host=host, pid=pid) as reader:
+            reader.hold(commit)
+            done = replicate(
+                self._there,
+                self._here,
+                commit,
+                settings=settings,
+                cancelled=self._flag(arguments["key"]),
+                restrict=True,
+                own_is_over=True,
+            )
         return {"bytes": done.sent_bytes, "seconds": done.seconds}
 
     # -- after a commit --------------------------------------------------------------------------------------------------
@@ -262,12 +270,12 @@ class RemoteCalls:
     def _make_way(self, documents: Documents, *, was_full: bool) -> Claim | None:
         """Begin; where what is no checkpoint there leaves too little room, the second place's keep rule is applied first."""
         try:
-            return documents.begin(own_is_over=True, was_full=was_full)
+            return documents.begin(own_is_over=True, was_full=was_full, observer=self._observer)
         except StorageFullError as exc:
             if exc.tier != self._there.name:
                 raise
             pins, keep = snapshots.take(self._here).pins, Keep(last=self._config.remote_keep)
-            if not replicas.let_go(pins, self._there, keep, grace_s=0.0).deleted:
+            if not replicas.let_go(pins, self._there, keep, grace_s=0.0, observer=self._observer).deleted:
                 raise
         return documents.begin(own_is_over=True)
 
@@ -311,7 +319,11 @@ class RemoteCalls:
             believed = {*belief.believed(seen.listing), *belief.shadowed(seen.listing)}
             replicas.sweep_left(believed, snapshots.take(self._there), self._there, own_is_over=True)
             swept = replicas.let_go(
-                seen.pins, self._there, Keep(last=arguments["keep"]), grace_s=self._config.delete_grace_s
+                seen.pins,
+                self._there,
+                Keep(last=arguments["keep"]),
+                grace_s=self._config.delete_grace_s,
+                observer=self._observer,
             )
         except CheckpointError as exc:
             return {"problem": str(exc)}

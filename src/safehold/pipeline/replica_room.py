@@ -83,6 +83,7 @@ def free(
     *,
     own_is_over: bool,
     buried: bool = True,
+    observer: Observer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
     """Take away what is no checkpoint there, oldest first, until enough is free; return the number of attempts that went.
@@ -93,6 +94,7 @@ def free(
         needed_bytes: How many bytes must become free; None: that does not tell, so all that may goes.
         own_is_over: What this very process has copied before is over.
         buried: Also what was un-committed there.
+        observer: Who looks at readers' leases, and has looked before; None: nobody, so every lease counts.
         clock: Time.
 
     Raises:
@@ -106,11 +108,12 @@ def free(
 
     seen = snapshots.take(target)
     num_gone = 0
+    observer = observer or Observer(clock)
     if buried:
         for stale in _buried(seen, commit):
             if enough():
                 return num_gone
-            gone, _ = sweep.delete_bytes(target, [stale], incarnation=seen.newest, observer=Observer(clock))
+            gone, _ = sweep.delete_bytes(target, [stale], incarnation=seen.newest, observer=observer)
             num_gone += len(gone)
     for stale, record in replica_claim.unfinished(target).items():
         view = seen.listing.attempts.get(stale)

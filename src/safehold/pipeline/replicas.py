@@ -15,6 +15,7 @@ from safehold.errors import ConfigurationError, FormatVersionError, IntegrityErr
 from safehold.pipeline import replica_claim, sweep
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, CommitView
+from safehold.pipeline.leases import Observer
 from safehold.pipeline.replica_documents import is_complete
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import replication
@@ -188,6 +189,7 @@ def let_go(
     *,
     asked_for: Collection[CommitId] = (),
     grace_s: float = 30.0,
+    observer: Observer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> sweep.Swept:
     """Apply the second place's own keep rule: un-commit there what it does not name; bytes go a grace time later, at the next call.
@@ -198,6 +200,7 @@ def let_go(
         keep: Its rule.
         asked_for: Checkpoints that were just sent by name; they stay for now.
         grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
+        observer: See `sweep.retire`.
         clock: Time.
 
     Raises:
@@ -206,7 +209,9 @@ def let_go(
     """
     seen = snapshots.take(target)
     leased = {commit for commit in seen.listing.attempts if commit.step in source_pins} | set(asked_for)
-    return sweep.retire(target, keep, incarnation=seen.newest, grace_s=grace_s, leased=leased, clock=clock)
+    return sweep.retire(
+        target, keep, incarnation=seen.newest, grace_s=grace_s, leased=leased, observer=observer, clock=clock
+    )
 
 
 def sweep_partial(seen: Survey, target: Tier) -> list[CommitId]:

@@ -33,6 +33,7 @@ from safehold.pipeline import agreement, ledger, replica_claim, replica_room
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.copying import Copier
+from safehold.pipeline.leases import Observer
 from safehold.pipeline.replica_claim import Claim
 from safehold.pipeline.replica_documents import is_complete, same_manifest
 from safehold.pipeline.snapshot import Snapshot
@@ -167,7 +168,9 @@ class Documents:
         self.mends = False
         self._needed_bytes: int | None = None
 
-    def begin(self, *, own_is_over: bool = False, was_full: bool = False) -> Claim | None:
+    def begin(
+        self, *, own_is_over: bool = False, was_full: bool = False, observer: Observer | None = None
+    ) -> Claim | None:
         """Look at both places, take the claim, and write what comes before the data; None: it is complete there.
 
         Afterwards `checkpoint` is what is copied, and `mends` whether the second place has a manifest of it already, so that
@@ -176,25 +179,32 @@ class Documents:
         Args:
             own_is_over: See `replica_claim.take`.
             was_full: The trial before found the second place full, whatever it says of free space: a quota.
+            observer: See `replica_room.free`.
 
         Raises:
             CheckpointError: See `safehold.pipeline.replicate.replicate`.
         """
         if was_full:
-            self._free(None, own_is_over)
+            self._free(None, own_is_over, observer)
         with replica_room.told(self._target, self._commit, lambda: self._needed_bytes):
             try:
                 return self._begin(own_is_over)
             except StorageFullError as exc:
-                if exc.tier != self._target.name or not self._free(self._needed_bytes, own_is_over):
+                if exc.tier != self._target.name or not self._free(self._needed_bytes, own_is_over, observer):
                     raise
             return self._begin(own_is_over)
 
-    def _free(self, needed_bytes: int | None, own_is_over: bool) -> int:
+    def _free(self, needed_bytes: int | None, own_is_over: bool, observer: Observer | None) -> int:
         buried = not self._restrict  # what a run has un-committed itself is for its own agents to delete
         return self._again(
             lambda: replica_room.free(
-                self._target, self._commit, needed_bytes, own_is_over=own_is_over, buried=buried, clock=self._clock
+                self._target,
+                self._commit,
+                needed_bytes,
+                own_is_over=own_is_over,
+                buried=buried,
+                observer=observer,
+                clock=self._clock,
             )
         )
 

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_runs import believed, is_whole, save
+from replica_runs import FakeClock, believed, is_whole, save
 from run_dirs import RunDir
 
 from safehold.config import Config
 from safehold.errors import StorageError, StorageFullError
 from safehold.format import paths
-from safehold.format.records import Replication, encode_replication
-from safehold.pipeline import replica_claim, replicas
+from safehold.format.records import Lease, Replication, encode_lease, encode_replication
+from safehold.pipeline import ledger, replica_claim, replica_room, replicas
 from safehold.pipeline import snapshot as snapshots
-from safehold.pipeline.leases import Reader
+from safehold.pipeline.leases import Observer, Reader
 from safehold.pipeline.remote_calls import RemoteCalls
 from safehold.pipeline.trials import Trials
+from safehold.policy.retention import Keep
 from safehold.tiers.flash import FlashTier
 from safehold.types import CommitId
 
@@ -277,3 +278,44 @@ def test_a_place_that_is_removed_in_a_replication_fails_by_name_and_the_next_one
     assert not believed(there)
     replicate(calls, commit)
     assert believed(there) == [10] and is_whole(there, commit)
+
+
+def test_what_is_fetched_is_leased_as_long_as_that_takes(
+    run: RunDir, there: SmallTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safehold.pipeline import remote_calls
+
+    commit, newest = save(run, 10), save(run, 20)
+    for saved in (commit, newest):
+        replicate(calls_of(run, there), saved)
+    copy = remote_calls.replicate
+
+    def meanwhile(*args: Any, **more: Any) -> Any:
+        replicas.let_go((), there, Keep(last=1), grace_s=0.0)
+        ledger.uncommit(there, 10, incarnation=1, reason="somebody deletes it now")
+        assert replica_room.free(there, newest, None, own_is_over=True) == 0
+        assert is_there(there, commit)
+        monkeypatch.undo()
+        raise StorageError("enough was seen")
+
+    monkeypatch.setattr(remote_calls, "replicate", meanwhile)
+    new = RunDir(tmp_path / "new")
+    with pytest.raises(StorageError, match="enough"):
+        calls_of(new, there).operations["fetch"]({"commit": wire(commit), "key": "f"})
+    assert not there.list(paths.LEASES) and remote_calls.replicate is copy
+    assert replica_room.free(there, newest, None, own_is_over=True) == 1 and not is_there(there, commit)
+
+
+def test_a_lease_of_a_reader_that_is_dead_expires(run: RunDir, there: SmallTier) -> None:
+    clock = FakeClock()
+    commits = [save(run, step) for step in (10, 20)]
+    for commit in commits:
+        replicate(calls_of(run, there), commit, keep=1)
+    lease = Lease(commit=commits[0], reader="a" * 32, host="h", pid=1, lease_s=60.0, renewals=0, created_s=clock.wall())
+    there.put(paths.lease(10, "a" * 32), encode_lease(lease))
+    observer = Observer(clock)
+    for passes_s, gone in ((0.0, 0), (30.0, 0), (600.0, 1)):
+        clock.sleep(passes_s)
+        found = replica_room.free(there, commits[1], None, own_is_over=True, observer=observer, clock=clock)
+        assert found == gone, passes_s
+    assert not is_there(there, commits[0])
