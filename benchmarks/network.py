@@ -2,13 +2,15 @@
 
     python benchmarks/network.py --bytes 536870912 --rounds 5
 
-Two processes, as two agents are. In each round, one after the other:
+Two processes, as two agents are; two more that speak TLS. In each round, one after the other:
 
 - raw: the other process sends from a memfd by sendfile, this one receives into populated memory; no checksum.
 - read_into, write_from: the same bytes over HTTP with token, ranges and checksums, into the same memory (of the other process).
+- tls_read_into, tls_write_from: as these, encrypted, and both ends identified by certificates (made for the measurement by `openssl`).
 - message: a control message there and one back, half of the time counts; the median of many.
 
-Prints one JSON object: medians of the rounds. CPU seconds are those of both processes together.
+Prints one JSON object: medians of the rounds. CPU seconds are those of both processes together;
+`..._share_of_plain` compares TLS with none.
 """
 
 from __future__ import annotations
@@ -19,15 +21,20 @@ import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safehold.agent.net.addresses import Address
 from safehold.agent.net.peers import Peers
 from safehold.agent.net.seam import Incoming, Landing, Listeners, Source
+from safehold.agent.net.tls import TlsFiles
 from safehold.clock import new_token
 from safehold.events import EventStream
 
@@ -45,7 +52,25 @@ def make_memory(size: int) -> int:
     return fd
 
 
-def make_peers(node: str, token: str, listeners: Listeners) -> Peers:
+def make_tls(directory: Path) -> TlsFiles:
+    """Return a certificate of this machine's loopback, and the authority that it is from."""
+
+    def openssl(*args: str) -> None:
+        subprocess.run(["openssl", *args], check=True, capture_output=True, timeout=WAIT_S)
+
+    ca, key, request, node, extensions = (
+        str(directory / f"{name}.pem") for name in ("ca", "key", "csr", "node", "ext")
+    )
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *curve, "-days", "2", "-keyout", f"{ca}.key", "-out", ca, "-subj", "/CN=benchmark-ca")
+    openssl("req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=benchmark")
+    Path(extensions).write_text("subjectAltName=IP:127.0.0.1\n")
+    signed = ("-CA", ca, "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "2", "-extfile", extensions)
+    openssl("x509", "-req", "-in", request, *signed, "-out", node)
+    return TlsFiles(certificate=node, key=key, ca=ca)
+
+
+def make_peers(node: str, token: str, listeners: Listeners, tls: TlsFiles | None = None) -> Peers:
     return Peers(
         node,
         nodes=["here", "there"],
@@ -55,6 +80,7 @@ def make_peers(node: str, token: str, listeners: Listeners) -> Peers:
         incarnation=1,
         listeners=listeners,
         events=EventStream("agent"),
+        tls=tls,
     )
 
 
@@ -62,7 +88,7 @@ def nothing(*args: Any) -> None:
     pass
 
 
-def other_process(pipe: Any, token: str, size: int) -> None:
+def other_process(pipe: Any, token: str, size: int, tls: TlsFiles | None) -> None:
     """Serve what is measured until told to stop; answers with CPU seconds when asked."""
     fd, buffer = make_memory(size), memoryview(bytearray(size))
     peers: Peers
@@ -74,7 +100,7 @@ def other_process(pipe: Any, token: str, size: int) -> None:
         view = buffer[incoming.offset : incoming.offset + incoming.size]
         return Landing(view=view, done=nothing, failed=nothing)
 
-    peers = make_peers("there", token, Listeners(on_message=echo, on_lost=nothing, on_back=nothing))
+    peers = make_peers("there", token, Listeners(on_message=echo, on_lost=nothing, on_back=nothing), tls)
     peers.provide("pack", lambda node, name: Source(fd=os.dup(fd), offset=0, size=size))
     peers.accept("copy", sink)
     raw = socket.create_server(("127.0.0.1", 0))
@@ -131,33 +157,49 @@ class Bench:
         return seconds, self.cpu_s() - cpu
 
 
-def measure(size: int, rounds: int) -> dict[str, Any]:
+@contextmanager
+def far_end(size: int, came: threading.Event, tls: TlsFiles | None) -> Iterator[Bench]:
+    """Start another process, meet it, and end it."""
     token = new_token()
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
-    other = context.Process(target=other_process, args=(far, token, size), daemon=True)
+    other = context.Process(target=other_process, args=(far, token, size, tls), daemon=True)
     other.start()
-    came = threading.Event()
     listeners = Listeners(on_message=lambda node, payload: came.set(), on_lost=nothing, on_back=nothing)
-    peers = make_peers("here", token, listeners)
+    peers = make_peers("here", token, listeners, tls)
     try:
         address, raw_port = pipe.recv()
         pipe.send(str(peers.address))
         peers.meet({"there": Address.parse(address)})
-        bench = Bench(pipe, peers, raw_port, memoryview(bytearray(os.urandom(1 << 20) * (size >> 20))))
-        works = {"raw": bench.raw, "read_into": bench.read_into, "write_from": bench.write_from}
-        for work in works.values():
-            work()
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
-        for _ in range(rounds):
-            for name, work in works.items():
-                times[name].append(bench.timed(work))
-        return report(size, times, latency_s(peers, came))
+        yield Bench(pipe, peers, raw_port, memoryview(bytearray(os.urandom(1 << 20) * (size >> 20))))
     finally:
         pipe.send("stop")
         peers.close()
         other.join(WAIT_S)
         other.kill()
+
+
+def measure(size: int, rounds: int) -> dict[str, Any]:
+    came = threading.Event()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        far_end(size, came, None) as plain,
+        far_end(size, came, make_tls(Path(directory))) as secure,
+    ):
+        works: dict[str, tuple[Bench, Callable[[], None]]] = {
+            "raw": (plain, plain.raw),
+            "read_into": (plain, plain.read_into),
+            "write_from": (plain, plain.write_from),
+            "tls_read_into": (secure, secure.read_into),
+            "tls_write_from": (secure, secure.write_from),
+        }
+        for _, work in works.values():
+            work()
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+        for _ in range(rounds):
+            for name, (bench, work) in works.items():
+                times[name].append(bench.timed(work))
+        return report(size, times, latency_s(plain.peers, came))
 
 
 def latency_s(peers: Peers, came: threading.Event) -> float:
@@ -181,6 +223,10 @@ def report(size: int, times: dict[str, list[tuple[float, float]]], latency: floa
         if name != "raw":
             shares = [raw / ours for (raw, _), (ours, _) in zip(times["raw"], taken, strict=True)]
             found[f"{name}_share_of_raw"] = round(statistics.median(shares), 2)
+        if name.startswith("tls_"):
+            plain = times[name.removeprefix("tls_")]
+            shares = [theirs / ours for (theirs, _), (ours, _) in zip(plain, taken, strict=True)]
+            found[f"{name}_share_of_plain"] = round(statistics.median(shares), 2)
     return found
 
 

@@ -132,6 +132,27 @@ def test_each_host_copies_its_own_packs_to_the_second_place(two_hosts: Hosts) ->
         assert f"restored {STEPS}" in job.output(0) and line(job, "restored", 1).endswith("remote")
 
 
+@pytest.mark.parametrize(
+    ("mounts", "words"),
+    [
+        ([["mount", "-t", "tmpfs", "tmpfs", "THERE"]], "sees another directory at the remote than node host-0"),
+        ([["mount", "--bind", "THERE", "THERE"], ["mount", "-o", "remount,bind,ro", "THERE"]], "Read-only file system"),
+    ],
+    ids=["elsewhere", "read-only"],
+)
+def test_a_host_that_cannot_use_the_second_place_is_named_at_the_start(
+    two_hosts: Hosts, mounts: list[list[str]], words: str
+) -> None:
+    run, there = str(two_hosts.shared / "run"), two_hosts.shared / "there"
+    there.mkdir()
+    for command in mounts:
+        two_hosts[1].run([str(there) if word == "THERE" else word for word in command])
+    with train(two_hosts, run, remote=str(there)) as job:
+        assert all(job.wait(40)), job.tail()
+    assert words in job.text and "node host-1" in job.text, job.tail()
+    assert not list(Path(run).glob("checkpoints/*")) and not list(there.iterdir())
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_an_agent_that_dies_is_replaced_and_the_next_save_is_whole(two_hosts: Hosts, host: int) -> None:
     run, go = str(two_hosts.shared / "run"), two_hosts.shared / "go"

@@ -52,7 +52,7 @@ def look_afar(
         return
 
     def answered(value: Any, error: CheckpointError | None) -> None:
-        if isinstance(error, ConfigurationError | StorageReadOnlyError):
+        if error is not None and refuses(error):
             refuse(error)
         elif error is not None:
             text = f"the remote {config.remote} gives no answer, older copies there may not count any more: {error}"
@@ -60,8 +60,17 @@ def look_afar(
         else:
             then(Afar(held=value["held"], notes=value["notes"], warnings=value["warnings"]))
 
-    timeout_s = max(config.start_timeout_s * LOOK_SHARE, MIN_LOOK_S)
-    copier.call("remote_look", {}, answered, timeout_s=timeout_s)
+    copier.call("remote_look", {}, answered, timeout_s=look_s(config))
+
+
+def look_s(config: Config) -> float:
+    """Return how long the second place has to answer when a run is opened."""
+    return max(config.start_timeout_s * LOOK_SHARE, MIN_LOOK_S)
+
+
+def refuses(error: CheckpointError | None) -> bool:
+    """Whether this has to be mended before a run can be opened."""
+    return isinstance(error, ConfigurationError | StorageReadOnlyError)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -81,6 +81,7 @@ class FlusherProcess:
             "sweep": self._observing(maintenance.sweep_debris),
             "tier": lambda arguments, fds: self._calls.answer(self._open(), arguments["question"]),
             "place": lambda arguments, fds: places.carry_out(self._open(), arguments),
+            "remote_place": lambda arguments, fds: places.carry_out(self._remote_calls().there, arguments),
         }
         self._redundancy_calls: Any = None
         self._documents = DocumentCalls()

@@ -87,7 +87,8 @@ class Hearing:
                 self._settle(word)
             case w.SeeFile():
                 here = self._here
-                places.look(here.flusher, word, here.node, here.config, lambda saw: here.send(here.lead_node, saw))
+                process = here.copier if word.is_remote else here.flusher
+                places.look(process, word, here.node, here.config, lambda saw: here.send(here.lead_node, saw))
             case w.Placed() if word.again and self._here.saves is not None:
                 pass  # it has come, or the run was opened before
             case w.Placed():

@@ -15,11 +15,11 @@ from safehold.agent import places
 from safehold.agent import words as w
 from safehold.agent.arenas import ArenaPool
 from safehold.agent.connection import Connection
-from safehold.agent.fetching import Afar, look_afar
+from safehold.agent.fetching import Afar, look_afar, look_s, refuses
 from safehold.agent.flusher_client import Flusher
 from safehold.agent.session import Session
 from safehold.agent.survival import survival_notes
-from safehold.errors import CheckpointError, ConfigurationError, RankLostError
+from safehold.errors import CheckpointError, ConfigurationError, RankLostError, StorageFullError
 
 SETTLE_SHARE, PLACE_SHARE, OPEN_SHARE = 0.4, 0.25, 0.3
 
@@ -114,7 +114,25 @@ class Opening:
         if self._has_left():
             return
         self._afar = afar
-        token, held = self._session.token, afar.held
+        session = self._session
+        if session.copier is None or session.head is None or afar.held is None:
+            self._open()
+            return
+        # A node that cannot use it is found now, by name, and not when the first checkpoint was to be there.
+        session.head.places.second_place(session.copier, self._tried, look_s(session.config))
+
+    def _tried(self, error: CheckpointError | None) -> None:
+        if self._has_left():
+            return
+        if error is not None and refuses(error):
+            self._failed(error)
+            return
+        if error is not None and not isinstance(error, StorageFullError):  # that was told already
+            self._afar.warnings.append(f"the remote {self._session.config.remote} was not seen by all nodes: {error}")
+        self._open()
+
+    def _open(self) -> None:
+        token, held = self._session.token, self._afar.held
         arguments = {"token": token, "up_to": None, "exclude": [], "reason": "start", "held": held}
         self._flusher.call("open_run", arguments, self._opened, timeout_s=self._start_s * OPEN_SHARE)
 

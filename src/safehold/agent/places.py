@@ -1,4 +1,5 @@
-"""Finds out, at the start of a job, whether all nodes see one run directory or each has a disk of its own under that path.
+"""Finds out, at the start of a job, whether all nodes see one run directory or each has a disk of its own under that path; and
+whether all see one second place, and can write it.
 
 Invariants: the lead's flusher puts a file of random name and content there, all others look for it, and it is deleted again, whatever came
 of it. All see it: shared; none: node-local; some: an error that names the nodes. Who looks puts and deletes a file of its own, so that a
@@ -51,6 +52,7 @@ class Places:
         self._names, self._here, self._config = names, here, config
         self._flusher, self._tell, self._clock = flusher, tell, clock
         self._number = 0
+        self._asked, self._is_remote = flusher, False
         self._name, self._content = "", b""
         self._sees: dict[int, bool] = {}
         self._lost: set[int] = set()
@@ -66,7 +68,24 @@ class Places:
         if self._config.flash != "auto" or not self._others:
             then(self._config.flash == "local" and bool(self._others), None)
             return
+        self._ask(self._flusher, then, deadline_s, is_remote=False)
+
+    def second_place(self, copier: Flusher, then: Callable[[CheckpointError | None], None], deadline_s: float) -> None:
+        """Call `then(error)` once it is known whether all nodes see the second place that this one sees, and can write it.
+
+        Args:
+            copier: The process that copies, on this node.
+            then: Called once.
+            deadline_s: Seconds that it may take.
+        """
+        if not self._others:
+            then(None)
+            return
+        self._ask(copier, lambda _, error: then(error), deadline_s, is_remote=True)
+
+    def _ask(self, flusher: Flusher, then: Then, deadline_s: float, *, is_remote: bool) -> None:
         self._over(False, RankLostError("the run is being opened anew"))  # another question before this one
+        self._asked, self._is_remote = flusher, is_remote
         self._number += 1
         self._name, self._content = f"{TEMPORARY_PREFIX}where-{new_token()}", new_token().encode()
         self._sees, self._then = {}, then
@@ -75,10 +94,12 @@ class Places:
         def there(value: Any, error: CheckpointError | None) -> None:
             if number != self._number or self._then is None:
                 if error is None:
-                    self._delete(name)  # that came too late for whoever gave the question up
+                    _delete(
+                        flusher, name, self._config, is_remote=is_remote
+                    )  # that came too late for whoever gave the question up
                 return
             if error is not None:
-                self._over(False, _not_put(error, self._names[self._here], deadline_s))
+                self._over(False, _not_put(error, self._names[self._here], deadline_s, is_remote=is_remote))
                 return
             lost = sorted(self._lost)
             if lost:
@@ -86,10 +107,10 @@ class Places:
                 return
             self._deadline = self._clock.monotonic() + deadline_s
             for node in self._others:
-                self._tell(node, w.SeeFile(number, self._name, self._content))
+                self._tell(node, w.SeeFile(number, self._name, self._content, is_remote))
 
         arguments = {"do": "put", "name": self._name, "content": self._content}
-        self._flusher.call("place", arguments, there, timeout_s=deadline_s)
+        flusher.call(_operation(is_remote), arguments, there, timeout_s=deadline_s)
 
     def saw(self, node: int, told: w.Saw) -> None:
         """A node has looked."""
@@ -106,6 +127,9 @@ class Places:
             return
         seeing = [self._names[node] for node in self._others if self._sees[node]]
         blind = [self._names[node] for node in self._others if not self._sees[node]]
+        if self._is_remote:
+            self._over(False, self._elsewhere(blind) if blind else None)
+            return
         self._over(not seeing, self._mixed(seeing, blind) if seeing and blind else None)
 
     def lost(self, node: int) -> None:
@@ -127,8 +151,9 @@ class Places:
         if self._deadline is None or self._clock.monotonic() < self._deadline:
             return
         late = [self._names[node] for node in self._others if node not in self._sees]
-        text = f"node {', '.join(late[:4])} did not say in time whether it sees the run directory"
-        hint = f"the run directory's file system may hang there: try 'ls' and 'touch' in it on that node; {_MORE_TIME}"
+        what = "second place" if self._is_remote else "run directory"
+        text = f"node {', '.join(late[:4])} did not say in time whether it sees the {what}"
+        hint = f"the {what}'s file system may hang there: try 'ls' and 'touch' in it on that node; {_MORE_TIME}"
         self._over(False, DeadlineError(text, node=late[0] if late else None, hint=hint))
 
     def stop(self) -> None:
@@ -140,12 +165,8 @@ class Places:
         self._deadline = None
         if then is None:
             return
-        self._delete(self._name)
+        _delete(self._asked, self._name, self._config, is_remote=self._is_remote)
         then(local, error)
-
-    def _delete(self, name: str) -> None:
-        arguments = {"do": "delete", "name": name}
-        self._flusher.call("place", arguments, lambda *_: None, timeout_s=self._config.start_timeout_s)
 
     def _lost_error(self, node: int) -> CheckpointError:
         text = f"node {self._names[node]} was lost while the run was being opened"
@@ -156,6 +177,20 @@ class Places:
         text = f"of the other nodes {_some(seeing)} see the run directory of node {lead}, and {_some(blind)} do not"
         hint = "mount one file system on all nodes, or use a path that is each node's own disk"
         return ConfigurationError(text, node=blind[0], hint=hint)
+
+    def _elsewhere(self, blind: list[str]) -> CheckpointError:
+        text = f"node {_some(blind)} sees another directory at the remote than node {self._names[self._here]}"
+        hint = "mount one file system there on all nodes; is it mounted on that node?"
+        return ConfigurationError(text, node=blind[0], path=self._config.remote, tier="remote", hint=hint)
+
+
+def _delete(flusher: Flusher, name: str, config: Config, *, is_remote: bool) -> None:
+    arguments = {"do": "delete", "name": name}
+    flusher.call(_operation(is_remote), arguments, lambda *_: None, timeout_s=config.start_timeout_s)
+
+
+def _operation(is_remote: bool) -> str:
+    return "remote_place" if is_remote else "place"
 
 
 def note(local: bool, num_nodes: int) -> str:
@@ -175,18 +210,22 @@ def when_ready(flusher: Flusher, config: Config, then: Callable[[], None]) -> No
         then()
 
 
-def look(flusher: Flusher, word: w.SeeFile, node: int, config: Config, answer: Callable[[w.Saw], None]) -> None:
-    """Have this node look for the lead's file, and try to write one."""
+def look(flusher: Flusher | None, word: w.SeeFile, node: int, config: Config, answer: Callable[[w.Saw], None]) -> None:
+    """Have this node look for the lead's file, and try to write one (at the second place, if it sees that)."""
 
     def looked(value: Any, error: CheckpointError | None) -> None:
         answer(w.Saw(word.number, bool(value), None if error is None else error.to_wire()))
 
-    arguments = {"do": "see", "name": word.name, "content": word.content, "own": f"{word.name}-{node}"}
-    flusher.call("place", arguments, looked, timeout_s=config.start_timeout_s)
+    if flusher is None:
+        looked(False, ConfigurationError("this node was started without the second place", hint="start all alike"))
+        return
+    own = f"{word.name}-{node}"
+    arguments = {"do": "see", "name": word.name, "content": word.content, "own": own, "blind": not word.is_remote}
+    flusher.call(_operation(word.is_remote), arguments, looked, timeout_s=config.start_timeout_s)
 
 
 def carry_out(tier: Tier, arguments: dict[str, Any]) -> bool:
-    """The flusher's part: put the file, look for it, or delete it."""
+    """The flusher's part: put the file, look for it and write one beside it (`blind`: also if it is not seen), or delete it."""
     if arguments["do"] == "wait":
         return True
     name = _checked(arguments["name"])
@@ -196,9 +235,10 @@ def carry_out(tier: Tier, arguments: dict[str, Any]) -> bool:
             return True
         case "see":
             sees = _sees(tier, name, bytes(arguments["content"]))
-            own = _checked(arguments["own"])
-            tier.put(own, bytes(arguments["content"]))
-            tier.delete(own)
+            if sees or arguments["blind"]:
+                own = _checked(arguments["own"])
+                tier.put(own, bytes(arguments["content"]))
+                tier.delete(own)
             return sees
         case _:
             tier.delete(name)
@@ -219,12 +259,13 @@ def _sees(tier: Tier, name: str, content: bytes) -> bool:
         return False
 
 
-def _not_put(error: CheckpointError, node: str, deadline_s: float) -> CheckpointError:
+def _not_put(error: CheckpointError, node: str, deadline_s: float, *, is_remote: bool) -> CheckpointError:
     """Return what it means that the lead's own flusher could not put the file."""
     if not isinstance(error, DeadlineError):
         error.node = error.node or node
         return error
-    text = f"storage did not take a small file in the run directory within {deadline_s:g} s"
+    what = "second place" if is_remote else "run directory"
+    text = f"storage did not take a small file in the {what} within {deadline_s:g} s"
     hint = f"its file system may hang there: try 'ls' and 'touch' in it on that node; {_MORE_TIME}"
     told = DeadlineError(text, node=node, tier=error.tier, path=error.path, hint=hint)
     told.__cause__ = error

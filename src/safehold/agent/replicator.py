@@ -26,6 +26,7 @@ from safehold.errors import (
     RankLostError,
     SkippedError,
     StepNotFoundError,
+    StorageFullError,
     from_wire,
 )
 from safehold.events import EventStream
@@ -110,6 +111,7 @@ class Replicator:
         self._num_failed = 0
         self._told: set[str] = set()
         self._last_error = ""
+        self._was_full = False
         self._done: CommitId | None = None
         self._is_stopped = self._is_told = False
         self._lost: set[int] = set()
@@ -184,7 +186,7 @@ class Replicator:
         self._tell_active()
         self._events.emit("replicate", "started", step=commit.step if commit else None, tier="remote")
         wire = None if commit is None else [commit.step, commit.incarnation, commit.attempt]
-        self._call(work, "copy_begin", {"commit": wire}, self._begun)
+        self._call(work, "copy_begin", {"commit": wire, "full": self._was_full}, self._begun)
 
     def _call(self, work: _Work, operation: str, arguments: dict[str, Any], then: Callable[[_Work, Any], None]) -> None:
         def answered(value: Any, error: CheckpointError | None) -> None:
@@ -299,7 +301,7 @@ class Replicator:
             text = f"replication works again: step {commit.step} is at {self._config.remote}"
             self._lead.tell_all(w.ToAll(text))
         self._told &= {"keep"}
-        self._num_failed, self._last_error = 0, ""
+        self._num_failed, self._last_error, self._was_full = 0, "", False
         if commit.incarnation == self._incarnation():
             self._lead.tell_all(w.Replicated(commit.incarnation, commit.step, commit.attempt, figures))
         self._over(work)
@@ -308,6 +310,7 @@ class Replicator:
         error = work.error or stopped()
         commit, step = work.commit, work.commit.step if work.commit else None
         self._last_error = str(error)
+        self._was_full = isinstance(error, StorageFullError) and error.tier == "remote"
         self._events.emit("replicate", "failed", step=step, tier="remote", error=str(error))
         # What is damaged or gone here will not come back; the next commit is whole.
         hopeless = isinstance(error, IntegrityError | StepNotFoundError) or type(error) is CommitError

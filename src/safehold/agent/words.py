@@ -11,6 +11,12 @@ from typing import Any
 
 import msgspec
 
+from safehold.agent.held_words import HeldHere as HeldHere
+from safehold.agent.held_words import HoldManifest as HoldManifest
+from safehold.agent.held_words import HoldsManifest as HoldsManifest
+from safehold.agent.held_words import MakeParity as MakeParity
+from safehold.agent.held_words import MemoryBegins as MemoryBegins
+from safehold.agent.held_words import ShareKept as ShareKept
 from safehold.errors import CheckpointError, from_wire
 from safehold.policy import commit as protocol
 from safehold.policy.memory_belief import HeldTold
@@ -96,46 +102,6 @@ class SettledHere(msgspec.Struct, tag="settled_here", frozen=True):
     held: list[HeldTold] = []
 
 
-class MemoryBegins(msgspec.Struct, tag="memory_begins", frozen=True):
-    """A save that has begun on this node stays in memory. Comes before the first `Begun` of the node."""
-
-    incarnation: int
-    step: int
-    attempt: int
-
-
-class HeldHere(msgspec.Struct, tag="held_here", frozen=True):
-    """What a node has in memory of a save, and its partners have, too: (rank, part, size, CRC32) of its packs, and bytes of objects.
-
-    Comes before the node's `NodeRecorded`.
-    """
-
-    incarnation: int
-    step: int
-    attempt: int
-    packs: list[tuple[int, int, int, int]]
-    objects_bytes: int
-
-
-class ShareKept(msgspec.Struct, tag="share_kept", frozen=True):
-    """With parity: a node keeps its own share of a memory save; size and digest of its record."""
-
-    incarnation: int
-    step: int
-    attempt: int
-    size_bytes: int
-    blake3: str
-
-
-class HoldsManifest(msgspec.Struct, tag="holds_manifest", frozen=True):
-    """A node has the manifest of a memory save, and its plan; or an error says why not. Answers `HoldManifest`."""
-
-    incarnation: int
-    step: int
-    attempt: int
-    error: dict[str, Any] | None = None
-
-
 class Saw(msgspec.Struct, tag="saw", frozen=True):
     """Whether this node sees the lead's file in the run directory; answers `SeeFile`."""
 
@@ -186,11 +152,15 @@ class SettleOld(msgspec.Struct, tag="settle_old", frozen=True):
 
 
 class SeeFile(msgspec.Struct, tag="see_file", frozen=True):
-    """The lead has put a file of this name and content into the run directory: this node shall say whether it sees it."""
+    """The lead has put a file of this name and content into the run directory: this node shall say whether it sees it.
+
+    `is_remote`: into the second place, and this node shall try to write there, too.
+    """
 
     number: int
     name: str
     content: bytes
+    is_remote: bool = False
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
@@ -219,29 +189,6 @@ class Committed(msgspec.Struct, tag="committed", frozen=True):
     step: int
     attempt: int
     in_memory: bool = False
-
-
-class MakeParity(msgspec.Struct, tag="make_parity", frozen=True):
-    """All members of a node's redundancy set keep their shares of a memory save: it makes its parity, and then tells `HeldHere`.
-
-    `refs`: (node, size, digest) of their records, in the order of the ring.
-    """
-
-    incarnation: int
-    step: int
-    attempt: int
-    refs: list[tuple[int, int, str]]
-
-
-class HoldManifest(msgspec.Struct, tag="hold_manifest", frozen=True):
-    """A memory save is whole: keep its manifest, and the plan, which the lead has. Each node answers with `HoldsManifest`."""
-
-    incarnation: int
-    step: int
-    attempt: int
-    manifest: bytes
-    plan_digest: str
-    plan_size: int
 
 
 class Abandoned(msgspec.Struct, tag="abandoned", frozen=True):

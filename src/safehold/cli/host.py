@@ -168,7 +168,7 @@ def _remote_text(remote: dict[str, Any] | None) -> str:
         return f"failed: {clean(remote['last_error'].splitlines()[0])}"
     if remote["lag_checkpoints"]:
         steps, seconds = remote["lag_steps"], remote["lag_seconds"]
-        lag = "nothing there yet" if steps is None else f"lag {steps} steps, {seconds:.0f} s"
+        lag = "nothing copied by this job yet" if steps is None else f"lag {steps} steps, {seconds:.0f} s"
         return f"{lag}, copying {size_text(remote['copying_bytes'])}" if remote["copying_bytes"] else lag
     return "" if remote["newest_step"] is None else f"has step {remote['newest_step']}"
 

@@ -248,7 +248,7 @@ def _row(row: Any, files: Mapping[str, int]) -> dict[str, Any]:
     manifest = next((view.manifest for view in (row.here, row.there) if view is not None and view.manifest), None)
     elsewhere = [] if row.here is None or row.here.manifest is None else not_here(row.here.manifest, files)
     here = "no" if row.here is None else "damaged" if row.here.manifest is None else "part" if elsewhere else "yes"
-    words = {"complete": "yes", "missing": "no", "extra": "yes"}
+    words = {"complete": "yes", "missing": "no", "extra": "yes", "uncommitted": "no"}
     return {
         "step": row.commit.step,
         "incarnation": row.commit.incarnation,

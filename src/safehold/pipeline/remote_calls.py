@@ -7,6 +7,7 @@ copied under its claim. What is cancelled ends within a nap, between two transfe
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from safehold.errors import (
     IntegrityError,
     StepNotFoundError,
     StorageError,
+    StorageFullError,
     StorageReadOnlyError,
 )
 from safehold.format import document, paths, records
 from safehold.pipeline import ledger, replica_claim, replicas
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
+from safehold.pipeline.leases import Observer, Reader
 from safehold.pipeline.pacing import Pacer
 from safehold.pipeline.replica_claim import Claim
 from safehold.pipeline.replicate import replicate
@@ -66,6 +69,8 @@ class RemoteCalls:
         self._begun: dict[str, _Begun] = {}
         self._cancelled: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
+        # Remembers from one replication to the next which readers' leases at the second place are renewed.
+        self._observer = Observer()
         self.operations: dict[str, Callable[[dict[str, Any]], Any]] = {
             "remote_look": self._look,
             "remote_newer": self._newer,
@@ -75,6 +80,11 @@ class RemoteCalls:
             "copy_finish": self._finish,
             "copy_leave": self._leave,
         }
+
+    @property
+    def there(self) -> Tier:
+        """The second place."""
+        return self._there
 
     def cancel(self, key: str) -> None:
         """End what is copied under this key, and what will be."""
@@ -107,14 +117,17 @@ class RemoteCalls:
             ConfigurationError: It is another run's, holds something else, or cannot be written.
             StorageError: It does not answer as it should, and may later.
         """
+        warnings: list[str] = []
         try:
             self._there.probe()
         except StorageReadOnlyError as exc:
             raise self._refused(f"the remote cannot be written: {exc.message}") from exc
+        except StorageFullError:  # what it holds can be read all the same
+            warnings.append(self._full())
         theirs = snapshots.identify(self._there)
         if theirs is None:
             ledger.check_empty(self._there)
-            return {"held": [], "notes": [], "warnings": []}
+            return {"held": [], "notes": [], "warnings": warnings}
         notes = []
         ours = snapshots.identify(self._here)
         if ours is None:
@@ -128,9 +141,22 @@ class RemoteCalls:
             here = snapshots.take(self._here)
         problem = self._contradiction(here, there)
         if problem:
-            return {"held": [], "notes": notes, "warnings": [problem]}
+            return {"held": [], "notes": notes, "warnings": [*warnings, problem]}
         held = replication.counting(here.listing, there.listing)
-        return {"held": [_wire(commit) for commit in held], "notes": notes, "warnings": []}
+        return {"held": [_wire(commit) for commit in held], "notes": notes, "warnings": warnings}
+
+    def _full(self) -> str:
+        """Say that nothing can be written there, how much is free, and how much a checkpoint needs."""
+        free, needed = self._there.free_bytes(), ""
+        try:
+            newest = find_restore_candidate(self._here, None).checkpoint
+            if newest is not None:
+                needed = f", and a checkpoint needs about {newest.manifest.total_bytes}"
+        except CheckpointError:
+            pass  # told where it matters
+        free_text = "" if free is None else f": {free} bytes are free"
+        hint = "free space there, or have it keep fewer (remote_keep)"
+        return f"the remote {self._there.url} is full{free_text}{needed}; nothing is replicated until there is room ({hint})"
 
     def _refused(self, text: str) -> ConfigurationError:
         hint = "give each run a second place of its own, one that its agents can write, or none"
@@ -186,18 +212,22 @@ class RemoteCalls:
         return [_wire(c) for c in sorted(wanted, key=lambda c: (c in there.quarantined, c in deleted))]
 
     def _fetch(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Copy a checkpoint back, at full speed: everybody waits for it."""
-        settings = CopySettings(stall_s=min(MAX_STALL_S, self._config.restore_timeout_s), direct=self._config.direct_io)
+        """Copy a checkpoint back, at full speed: everybody waits for it. A lease keeps it there as long as that takes."""
+        config = self._config
+        settings = CopySettings(stall_s=min(MAX_STALL_S, config.restore_timeout_s), direct=config.direct_io)
         commit = _commit(arguments["commit"])
-        done = replicate(
-            self._there,
-            self._here,
-            commit,
-            settings=settings,
-            cancelled=self._flag(arguments["key"]),
-            restrict=True,
-            own_is_over=True,
-        )
+        host, pid = os.uname().nodename, os.getpid()
+        with Reader(self._there, lease_s=config.lease_s, limit_s=settings.stall_s, host=host, pid=pid) as reader:
+            reader.hold(commit)
+            done = replicate(
+                self._there,
+                self._here,
+                commit,
+                settings=settings,
+                cancelled=self._flag(arguments["key"]),
+                restrict=True,
+                own_is_over=True,
+            )
         return {"bytes": done.sent_bytes, "seconds": done.seconds}
 
     # -- after a commit --------------------------------------------------------------------------------------------------
@@ -217,7 +247,7 @@ class RemoteCalls:
         documents = Documents(
             self._here, self._there, commit, trials, restrict=False, clock=SYSTEM_CLOCK, patience_s=1.0
         )
-        claim = documents.begin(own_is_over=True)
+        claim = self._make_way(documents, was_full=bool(arguments.get("full")))
         assert documents.checkpoint is not None
         manifest = documents.checkpoint.manifest
         answer = {"commit": _wire(commit), "complete": claim is None, "created_s": manifest.created_s}
@@ -240,6 +270,18 @@ class RemoteCalls:
                 )
                 data.copy()
         return {**answer, "claim": records.encode_replication(claim.record), "nodes": nodes, **_sent(trials)}
+
+    def _make_way(self, documents: Documents, *, was_full: bool) -> Claim | None:
+        """Begin; where what is no checkpoint there leaves too little room, the second place's keep rule is applied first."""
+        try:
+            return documents.begin(own_is_over=True, was_full=was_full, observer=self._observer)
+        except StorageFullError as exc:
+            if exc.tier != self._there.name:
+                raise
+            pins, keep = snapshots.take(self._here).pins, Keep(last=self._config.remote_keep)
+            if not replicas.let_go(pins, self._there, keep, grace_s=0.0, observer=self._observer).deleted:
+                raise
+        return documents.begin(own_is_over=True)
 
     def _newest(self) -> CommitId | None:
         seen = Catalog(self._here).snapshot()
@@ -279,9 +321,13 @@ class RemoteCalls:
         try:
             seen = snapshots.take(self._here)
             believed = {*belief.believed(seen.listing), *belief.shadowed(seen.listing)}
-            replicas.sweep_left(believed, snapshots.take(self._there), self._there)
+            replicas.sweep_left(believed, snapshots.take(self._there), self._there, own_is_over=True)
             swept = replicas.let_go(
-                seen.pins, self._there, Keep(last=arguments["keep"]), grace_s=self._config.delete_grace_s
+                seen.pins,
+                self._there,
+                Keep(last=arguments["keep"]),
+                grace_s=self._config.delete_grace_s,
+                observer=self._observer,
             )
         except CheckpointError as exc:
             return {"problem": str(exc)}

@@ -221,11 +221,15 @@ def unfinished(tier: Tier) -> dict[CommitId, Replication | None]:
     return {commit: _highest(tier, commit)[1] for commit in sorted(found)}
 
 
-def is_at_work(record: Replication | None, *, host: str | None = None) -> bool:
-    """Whether a replication may still be at work; of another host's nothing tells."""
+def is_at_work(record: Replication | None, *, host: str | None = None, own_is_over: bool = False) -> bool:
+    """Whether a replication may still be at work; of another host's nothing tells. `own_is_over` as for `take`."""
     if record is None or record.ended:
         return False
-    return record.host != (os.uname().nodename if host is None else host) or _is_alive(record)
+    if record.host != (os.uname().nodename if host is None else host):
+        return True
+    pid = os.getpid()
+    own = record.pid == pid and record.pid_ticks == process.start_ticks(pid)
+    return _is_alive(record) and not (own_is_over and own)
 
 
 def _path(record: Replication, node: int | None = None) -> str:

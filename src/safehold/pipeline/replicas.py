@@ -15,6 +15,7 @@ from safehold.errors import ConfigurationError, FormatVersionError, IntegrityErr
 from safehold.pipeline import replica_claim, sweep
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, CommitView
+from safehold.pipeline.leases import Observer
 from safehold.pipeline.replica_documents import is_complete
 from safehold.pipeline.snapshot import Snapshot
 from safehold.policy import replication
@@ -23,8 +24,9 @@ from safehold.policy.retention import Keep
 from safehold.tiers.base import Tier
 from safehold.types import CommitId
 
-State = Literal["complete", "missing", "partial", "damaged", "extra"]
-"""At the second place it is: complete; absent; being copied, or left half copied; committed and not as it was written; there only."""
+State = Literal["complete", "missing", "partial", "uncommitted", "damaged", "extra"]
+"""At the second place it is: complete; absent; being copied, or left half copied; un-committed there, its bytes not yet deleted;
+committed and not as it was written; there only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,13 @@ class Survey:
         views = [row.here for row in self.rows if row.here is not None]
         here = {view.commit: view.manifest.created_s for view in views if view.manifest is not None}
         sizes = {view.commit: view.manifest.total_bytes for view in views if view.manifest is not None}
-        return replication.lag(here, self.complete, sizes)
+        # What the run has let go and the second place keeps counts there; what was rolled back does not.
+        count = set(replication.counting(self.here.listing, self.there.listing))
+        extra = [row.there for row in self.rows if row.state == "extra" and row.commit in count]
+        gone = {
+            view.commit: view.manifest.created_s for view in extra if view is not None and view.manifest is not None
+        }
+        return replication.lag(here, {*self.complete, *gone}, sizes, gone)
 
 
 def survey(source: Tier, target: Tier, *, patience_s: float = 0.2) -> Survey:
@@ -109,15 +117,18 @@ def survey(source: Tier, target: Tier, *, patience_s: float = 0.2) -> Survey:
     rows = []
     for commit in sorted({*here_views, *there_views}, reverse=True):
         view, twin = here_views.get(commit), there_views.get(commit)
-        state, reason = _state(catalog, target, commit, view, twin, there)
+        state, reason = _state(catalog, other, commit, view, twin, there)
         size = sum(there.files.get(commit, {}).values())
-        partial = state == "missing" and (commit in unfinished or size > 0)
+        if state == "missing" and replication.holding(there.listing, commit):
+            state, reason = "uncommitted", "un-committed there; its bytes go later"
+        elif state == "missing" and (commit in unfinished or size > 0):
+            state = "partial"
         rows.append(
             Row(
                 commit=commit,
                 here=view,
                 there=twin,
-                state="partial" if partial else state,
+                state=state,
                 there_bytes=size,
                 at_work=replica_claim.is_at_work(unfinished.get(commit)),
                 reason=reason,
@@ -130,19 +141,21 @@ def survey(source: Tier, target: Tier, *, patience_s: float = 0.2) -> Survey:
 
 def _state(
     catalog: Catalog,
-    target: Tier,
+    other: Catalog,
     commit: CommitId,
     view: CommitView | None,
     twin: CommitView | None,
     there: Snapshot,
 ) -> tuple[State, str]:
-    if view is None:
-        return "extra", ""
+    target = other.tier
     if twin is None:
         return "missing", ""
-    if view.manifest is None:
+    if view is not None and view.manifest is None:
         return "damaged", f"here: {view.error.message}" if view.error is not None else "here"
     try:
+        if view is None or view.manifest is None:
+            other.check_files(other.load(commit, run_id=there.run.run_id if there.run is not None else None))
+            return "extra", ""
         data, _ = catalog.read_manifest(commit, run_id=view.manifest.run_id)
         if is_complete(target, commit, there, data):
             quarantine = there.quarantined.get(commit)
@@ -176,6 +189,7 @@ def let_go(
     *,
     asked_for: Collection[CommitId] = (),
     grace_s: float = 30.0,
+    observer: Observer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> sweep.Swept:
     """Apply the second place's own keep rule: un-commit there what it does not name; bytes go a grace time later, at the next call.
@@ -186,6 +200,7 @@ def let_go(
         keep: Its rule.
         asked_for: Checkpoints that were just sent by name; they stay for now.
         grace_s: Seconds between un-committing a checkpoint and deleting its bytes.
+        observer: See `sweep.retire`.
         clock: Time.
 
     Raises:
@@ -194,7 +209,9 @@ def let_go(
     """
     seen = snapshots.take(target)
     leased = {commit for commit in seen.listing.attempts if commit.step in source_pins} | set(asked_for)
-    return sweep.retire(target, keep, incarnation=seen.newest, grace_s=grace_s, leased=leased, clock=clock)
+    return sweep.retire(
+        target, keep, incarnation=seen.newest, grace_s=grace_s, leased=leased, observer=observer, clock=clock
+    )
 
 
 def sweep_partial(seen: Survey, target: Tier) -> list[CommitId]:
@@ -206,12 +223,14 @@ def sweep_partial(seen: Survey, target: Tier) -> list[CommitId]:
     return sweep_left(believed, seen.there, target)
 
 
-def sweep_left(believed: Collection[CommitId], there: Snapshot, target: Tier) -> list[CommitId]:
-    """As `sweep_partial`, with what the source believes, and what was seen at the second place."""
+def sweep_left(
+    believed: Collection[CommitId], there: Snapshot, target: Tier, *, own_is_over: bool = False
+) -> list[CommitId]:
+    """As `sweep_partial`, with what the source believes, and what was seen at the second place; see `replica_claim.take`."""
     gone = []
     for commit, record in replica_claim.unfinished(target).items():
         view = there.listing.attempts.get(commit)
-        if commit in believed or replica_claim.is_at_work(record) or record is None:
+        if commit in believed or replica_claim.is_at_work(record, own_is_over=own_is_over) or record is None:
             continue
         if view is not None and not view.has_manifest:
             sweep.discard(target, commit)

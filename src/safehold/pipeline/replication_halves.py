@@ -29,10 +29,11 @@ from safehold.errors import (
 from safehold.format import document, paths, records
 from safehold.format.names import numbered
 from safehold.format.records import NodeRecord
-from safehold.pipeline import agreement, ledger, replica_claim
+from safehold.pipeline import agreement, ledger, replica_claim, replica_room
 from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, Checkpoint
 from safehold.pipeline.copying import Copier
+from safehold.pipeline.leases import Observer
 from safehold.pipeline.replica_claim import Claim
 from safehold.pipeline.replica_documents import is_complete, same_manifest
 from safehold.pipeline.snapshot import Snapshot
@@ -108,9 +109,11 @@ class DataHalf:
         todo = [file for file in packs if file.name not in kept]
         if committed:
             self._take_manifest_away(todo, kept)
-        self._check_room(todo, sizes)
+        needed = replica_room.missing_bytes(todo, sizes)
+        again(lambda: replica_room.check(self._target, self._commit, needed))
         again(lambda: claim.forget(file.name for file in todo))
-        self._copier.copy([file for file in self.files if file.name not in kept])
+        with replica_room.told(self._target, self._commit, lambda: needed):  # a quota, or what others wrote meanwhile
+            self._copier.copy([file for file in self.files if file.name not in kept])
         again(lambda: self._target.sync_tree(self._directory))
 
     def _take_manifest_away(self, todo: Sequence[DataFile], kept: set[str]) -> None:
@@ -129,18 +132,6 @@ class DataHalf:
     def _has_manifest(self, path: str) -> bool:
         data = self._source.get(path, limit_bytes=document.max_file_bytes("manifest"))
         return same_manifest(self._target, self._commit, data)
-
-    def _check_room(self, todo: Sequence[DataFile], sizes: Mapping[str, int]) -> None:
-        needed = sum(file.size_bytes - min(sizes.get(file.name, 0), file.size_bytes) for file in todo)
-        free = self._trials.again(self._target.free_bytes)
-        if free is not None and free < needed:
-            raise StorageFullError(
-                f"{needed} bytes are to be sent, and {free} are free",
-                step=self._commit.step,
-                path=self._target.url,
-                tier=self._target.name,
-                hint="free space there, or keep fewer (--keep); nothing was sent",
-            )
 
 
 class Documents:
@@ -175,21 +166,53 @@ class Documents:
         self._directory = paths.checkpoint_dir(commit)
         self.checkpoint: Checkpoint | None = None
         self.mends = False
+        self._needed_bytes: int | None = None
 
-    def begin(self, *, own_is_over: bool = False) -> Claim | None:
+    def begin(
+        self, *, own_is_over: bool = False, was_full: bool = False, observer: Observer | None = None
+    ) -> Claim | None:
         """Look at both places, take the claim, and write what comes before the data; None: it is complete there.
 
         Afterwards `checkpoint` is what is copied, and `mends` whether the second place has a manifest of it already, so that
-        one process alone must copy the data.
+        one process alone must copy the data. Where it does not fit, what is no checkpoint there goes first.
 
         Args:
             own_is_over: See `replica_claim.take`.
+            was_full: The trial before found the second place full, whatever it says of free space: a quota.
+            observer: See `replica_room.free`.
 
         Raises:
             CheckpointError: See `safehold.pipeline.replicate.replicate`.
         """
+        if was_full:
+            self._free(None, own_is_over, observer)
+        with replica_room.told(self._target, self._commit, lambda: self._needed_bytes):
+            try:
+                return self._begin(own_is_over)
+            except StorageFullError as exc:
+                if exc.tier != self._target.name or not self._free(self._needed_bytes, own_is_over, observer):
+                    raise
+            return self._begin(own_is_over)
+
+    def _free(self, needed_bytes: int | None, own_is_over: bool, observer: Observer | None) -> int:
+        buried = not self._restrict  # what a run has un-committed itself is for its own agents to delete
+        return self._again(
+            lambda: replica_room.free(
+                self._target,
+                self._commit,
+                needed_bytes,
+                own_is_over=own_is_over,
+                buried=buried,
+                observer=observer,
+                clock=self._clock,
+            )
+        )
+
+    def _begin(self, own_is_over: bool) -> Claim | None:
         here = self._look_here()
         checkpoint = self.checkpoint = self._load()
+        files = replication.data_files(self._commit, checkpoint.records)
+        self._needed_bytes = replica_room.missing_bytes(files, {}) + replica_room.missing_documents(checkpoint, ())
         there = self._look_there(here)
         complete = self._again(lambda: is_complete(self._target, self._commit, there, checkpoint.manifest_bytes))
         if complete and self._commit not in there.quarantined:
@@ -207,8 +230,11 @@ class Documents:
                 self._push_incarnations(here, there, always=True)
             self._put_plan(checkpoint)
             self._clear_deleted(here, there, claim)
-            names = [entry.name for entry in self._again(lambda: self._target.list(self._directory))]
-            self.mends = paths.MANIFEST in names
+            sizes = {entry.name: entry.size_bytes for entry in self._again(lambda: self._target.list(self._directory))}
+            self.mends = paths.MANIFEST in sizes
+            needed = replica_room.missing_bytes(files, sizes) + replica_room.missing_documents(checkpoint, sizes)
+            self._needed_bytes = needed
+            self._again(lambda: replica_room.check(self._target, self._commit, needed))
         except BaseException:
             claim.leave()
             raise
@@ -220,10 +246,13 @@ class Documents:
         Raises:
             CheckpointError: See `safehold.pipeline.replicate.replicate`; nothing was committed, or it can be finished by a repetition.
         """
-        assert self.checkpoint is not None
+        checkpoint = self.checkpoint
+        assert checkpoint is not None
+        documents = replica_room.missing_documents(checkpoint, ())
         try:
-            self._put_records(self.checkpoint)
-            self._commit_there(self.checkpoint, claim)
+            with replica_room.told(self._target, self._commit, lambda: documents):
+                self._put_records(checkpoint)
+                self._commit_there(checkpoint, claim)
         except BaseException:
             claim.leave()
             raise
@@ -326,7 +355,10 @@ class Documents:
         """Copy incarnation files that are not there; a place is not left without anything to believe unless `always`."""
         if not always and replication.order(here.listing, there.listing) == replication.LATE:
             return
-        for number in sorted(here.listing.incarnations.keys() - there.listing.incarnations.keys()):
+        missing = sorted(here.listing.incarnations.keys() - there.listing.incarnations.keys())
+        if missing and not self._restrict:
+            self._again(lambda: replica_room.keep_buried(here, there, self._target, self._commit, clock=self._clock))
+        for number in missing:
             path = paths.incarnation(number)
             try:
                 data = self._again(lambda path=path: self._get(path, "incarnation"))  # type: ignore[misc]
@@ -359,6 +391,10 @@ class Documents:
                 claim.remove()
             raise uncommitted(self._source, self._commit)
         there = self._again(lambda: snapshots.take(self._target))
+        if there.run is None:
+            text = "the second place is gone: nothing there says which run it is"
+            hint = "is its directory still where it was? it may have been moved or deleted; the next trial begins anew"
+            raise StorageError(text, path=self._target.url, tier=self._target.name, hint=hint)
         self._check_belief(here, there)
         return here, there
 

@@ -108,9 +108,10 @@ def counting(here: Listing, there: Listing) -> list[CommitId]:
     """Return what the second place has and this run has committed, newest first, whether it is still at the source or not.
 
     That is what counts there by the source's incarnations, which are the newer ones: a job that was restarted has listed in
-    them what it went on from. The source's tombstones say nothing of the copies.
+    them what it went on from. The source's tombstones say nothing of the copies; what was un-committed there stays so.
     """
-    return belief.believed(Listing(incarnations={**there.incarnations, **here.incarnations}, attempts=there.attempts))
+    found = belief.believed(Listing(incarnations={**there.incarnations, **here.incarnations}, attempts=there.attempts))
+    return [commit for commit in found if not holding(there, commit)]
 
 
 def to_send(
@@ -171,7 +172,10 @@ class Lag:
 
 
 def lag(
-    here: Mapping[CommitId, float], there: Collection[CommitId], sizes: Mapping[CommitId, int] | None = None
+    here: Mapping[CommitId, float],
+    there: Collection[CommitId],
+    sizes: Mapping[CommitId, int] | None = None,
+    gone: Mapping[CommitId, float] | None = None,
 ) -> Lag:
     """Compare two places.
 
@@ -179,19 +183,21 @@ def lag(
         here: Believed checkpoint of the source -> when it was committed, seconds since the epoch.
         there: Those that the second place has complete; what the source does not know is left out of account.
         sizes: Bytes of the source's checkpoints.
+        gone: Checkpoints of the run that the source has let go, and when they were committed.
     """
     sizes = sizes or {}
+    times = {**(gone or {}), **here}
     if not here:
         return Lag(steps=0, seconds=0.0, num_checkpoints=0)
     newest = max(here)
-    common = [commit for commit in there if commit in here]
+    common = [commit for commit in there if commit in times]
     if not common:
         return Lag(steps=None, seconds=None, num_checkpoints=len(here), num_bytes=sum(sizes.get(c, 0) for c in here))
     last = max(common)
     behind = [commit for commit in here if commit > last]
     return Lag(
-        steps=newest.step - last.step,
-        seconds=max(0.0, here[newest] - here[last]),
+        steps=max(0, newest.step - last.step) if behind else 0,
+        seconds=max(0.0, times[newest] - times[last]) if behind else 0.0,
         num_checkpoints=len(behind),
         num_bytes=sum(sizes.get(commit, 0) for commit in behind),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_fakes import FakeClock, FakeFlusher
 
-from safehold.agent import places
+from safehold.agent import fetching, places
 from safehold.agent import words as w
 from safehold.agent.places import Places
 from safehold.config import Config
@@ -20,6 +21,7 @@ from safehold.errors import (
     StorageError,
     StorageReadOnlyError,
 )
+from safehold.testing.fake_tier import FakeTier
 from safehold.tiers.flash import FlashTier
 
 
@@ -47,6 +49,12 @@ class Lead:
 
     def say(self, node: int, sees: bool, error: CheckpointError | None = None, number: int = 1) -> None:
         self.places.saw(node, w.Saw(number, sees, None if error is None else error.to_wire()))
+
+    def ask_second(self) -> FakeFlusher:
+        copier = FakeFlusher()
+        self.errors: list[CheckpointError | None] = []
+        self.places.second_place(copier, self.errors.append, 5.0)  # type: ignore[arg-type]
+        return copier
 
     @property
     def deleted(self) -> list[str]:
@@ -235,3 +243,53 @@ def test_the_file_is_a_temporary_of_ours_that_no_list_shows(tmp_path: Path) -> N
     for name in ("run.json", ".tmp-x/../../y", "checkpoints/.tmp-1"):
         with pytest.raises(ConfigurationError):
             places.carry_out(tier, {**arguments, "name": name})
+
+
+def test_the_second_place_is_asked_for_on_all_nodes_by_the_process_that_copies() -> None:
+    lead = Lead("shared")
+    copier = lead.ask_second()
+    copier.answer("remote_place", True)
+    assert [(node, word.is_remote) for node, word in lead.told] == [(0, True), (2, True)]  # type: ignore[union-attr]
+    lead.say(0, True)
+    assert not lead.errors
+    lead.say(2, True)
+    assert lead.errors == [None] and not lead.flusher.log
+    assert [arguments["do"] for _, arguments in copier.log] == ["put", "delete"]
+
+
+def test_a_node_that_cannot_use_the_second_place_is_named() -> None:
+    for sees, error, kind, words in (
+        (False, None, ConfigurationError, "node y sees another directory at the remote than node lead"),
+        (False, StorageReadOnlyError("writing a file failed"), StorageReadOnlyError, "writing a file failed"),
+        (False, StorageError("no answer"), StorageError, "no answer"),
+    ):
+        lead = Lead()
+        lead.ask_second().answer("remote_place", True)
+        lead.say(0, True)
+        lead.say(2, sees, error)
+        (found,) = lead.errors
+        assert type(found) is kind and found.node == "y" and words in found.message
+        assert fetching.refuses(found) == (kind is not StorageError)
+
+
+def test_one_node_asks_nobody_about_its_second_place() -> None:
+    lead = Lead(names=("lead",))
+    assert not lead.ask_second().log and lead.errors == [None]
+
+
+def test_a_node_tries_to_write_to_the_second_place_and_leaves_nothing(tmp_path: Path) -> None:
+    word = w.SeeFile(3, ".tmp-where-1", b"content", is_remote=True)
+    flusher, told = FakeFlusher(), list[w.Saw]()
+    places.look(flusher, word, Config(), told.append)  # type: ignore[arg-type]
+    ((operation, arguments),) = flusher.log
+    assert operation == "remote_place"
+    tier, other = FlashTier(tmp_path / "there"), FlashTier(tmp_path / "other")
+    places.carry_out(tier, {**arguments, "do": "put"})
+    assert places.carry_out(FlashTier(tmp_path / "there"), arguments) and not places.carry_out(other, arguments)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [".tmp-where-1"]
+    broken = FakeTier(FlashTier(tmp_path / "there"))
+    broken.fail("put", error=OSError(errno.EROFS, "read-only"))
+    with pytest.raises(StorageReadOnlyError):
+        places.carry_out(broken, arguments)
+    places.look(None, word, Config(), told.append)
+    assert told[-1].error is not None and "without the second place" in str(told[-1].error)

@@ -143,11 +143,14 @@ def test_a_failure_is_told_once_tried_again_after_a_growing_while_and_told_to_be
         assert not job.copiers[0].open("copy_begin"), "backoff"
         job.tick(1.5)
         assert job.copiers[0].open("copy_begin")[0]["commit"] == [10, 1, 0]
-    job.copiers[0].answer("copy_begin", None, StorageFullError("full"))
+    assert not job.copiers[0].open("copy_begin")[0]["full"]
+    job.copiers[0].answer("copy_begin", None, StorageFullError("full", tier="remote"))
     job.deliver()
     assert "full" in warnings(job)[-1], "another cause"
     job.save(20)
-    assert job.copiers[0].open("copy_begin")[0]["commit"] == [20, 1, 0], "the next commit does not wait for the backoff"
+    (again,) = job.copiers[0].open("copy_begin")
+    assert again["commit"] == [20, 1, 0], "the next commit does not wait for the backoff"
+    assert again["full"], "a quota does not show in what is free"
     replicate(job, 20)
     assert "works again" in warnings(job, 1)[-1]
     assert job.verdicts(0) and MAX_RETRY_S >= 60

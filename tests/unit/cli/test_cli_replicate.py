@@ -188,6 +188,46 @@ def test_status_tells_what_only_the_second_place_has(run: RunDir, there: Path, s
     assert "do not count" not in safehold("status", run.root, "--to", there).err
 
 
+def test_status_neither_counts_what_was_uncommitted_there_nor_calls_it_half_copied(run: RunDir, there: Path, safehold):
+    for step in (10, 20):
+        run.save(step)
+    safehold("replicate", run.root, "--all", "--to", there)
+    for step in (20, 10):
+        ledger.uncommit(open_tier(there), step, incarnation=1, reason="test")
+        value = safehold("status", run.root, "--to", there, "--json").json
+        entry = next(entry for entry in value["checkpoints"] if entry["step"] == step)
+        assert entry["there"] == "no" and entry["there_bytes"] > 0 and "un-committed there" in entry["reason"]
+        assert value["lag"]["steps"] == (10 if step == 20 else None)
+    assert "lag: nothing is there yet" in safehold("status", run.root, "--to", there).out
+
+
+def test_the_lag_counts_from_what_the_run_has_let_go_and_the_second_place_still_has(run: RunDir, there: Path, safehold):
+    for step in (10, 20):
+        run.save(step)
+    safehold("replicate", run.root, "--all", "--to", there)
+    for step in (10, 20):
+        ledger.uncommit(run.tier, step, incarnation=1, reason="retention")
+    run.save(50)
+    done = safehold("status", run.root, "--to", there)
+    assert "lag: 1 checkpoint, 30 steps, 1 min 0 s" in done.out
+    ledger.uncommit(run.tier, 50, incarnation=1, reason="test")
+    ledger.uncommit(open_tier(there), 20, incarnation=1, reason="test")
+    run.save(15)
+    assert "lag: 1 checkpoint, 5 steps, 3 min 0 s" in safehold("status", run.root, "--to", there).out
+    next((there / "checkpoints" / "000000010").rglob("*.safetensors")).unlink()
+    done = safehold("status", run.root, "--to", there)
+    assert "damaged" in done.out and "lag: nothing is there yet" in done.out
+
+
+def test_what_was_rolled_back_is_no_part_of_the_lag(run: RunDir, there: Path, safehold):
+    for step in (10, 20, 30):
+        run.save(step)
+        safehold("replicate", run.root, "--to", there)
+    run.open(up_to_step=10)
+    run.save(15)
+    assert "lag: 1 checkpoint, 5 steps" in safehold("status", run.root, "--to", there).out
+
+
 def test_half_copied_ones_that_were_deleted_here_are_swept(run: RunDir, there: Path, safehold):
     first = run.save(10)
     run.save(20)
