@@ -107,7 +107,9 @@ def test_too_little_and_what_is_damaged_is_not_handed_out(run: RunDir, arguments
         with pytest.raises(TornFileError):
             DocumentCalls().find(run.tier, Config(), arguments, EventStream())
     else:
-        assert DocumentCalls().find(run.tier, Config(), arguments, EventStream())["documents"] is None
+        tier = FakeTier(run.tier)
+        assert DocumentCalls().find(tier, Config(), arguments, EventStream())["documents"] is None
+        assert not [path for path in gets(tier) if path.endswith(".objects")], "small jobs do nothing more than before"
 
 
 def test_an_object_file_that_cannot_be_read_leaves_it_to_the_ranks(run: RunDir) -> None:
