@@ -199,10 +199,10 @@ def test_a_save_that_is_in_doubt_gives_way_to_the_next_and_not_the_last_good_one
     job.save_in_memory(5)
     for rank in range(2):
         begin(job, rank, 6)
+    job.sessions[1].memory.hold_manifest = lambda word: None
     for rank in range(2):
         job.stage_memory(rank, 6)
-    job.sessions[1].memory.hold_manifest = lambda word: None
-    job.settle_threads(lambda: job.told(w.HoldManifest))
+    job.settle_threads(lambda: any(word.step == 6 for word in job.told(w.HoldManifest)))
     job.cut(0, 1)
     failed_of(job, 0, 6)
     failed_of(job, 1, 6)
@@ -211,8 +211,11 @@ def test_a_save_that_is_in_doubt_gives_way_to_the_next_and_not_the_last_good_one
         begin(job, rank, 7)
     for pool in job.pools:
         assert {arena.content for arena in pool.of_all(0) + pool.of_all(1)} == {CommitId(5, 1, 0), None}
+    for node, pool in enumerate(job.pools):
+        (good,) = [entry for entry in pool.held.told() if entry.commit.step == 5]
+        assert good.manifest and good.shares == (0, 1), f"node {node} has all of the last good one"
     job.restart()
-    assert job.ask_restore()[0].step == 5
+    assert job.ask_restore()[0].step == 6, "its copies are left, and a node that has the manifest"
 
 
 def test_nodes_that_disagree_about_where_a_save_goes_fail_it_by_name() -> None:

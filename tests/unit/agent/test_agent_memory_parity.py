@@ -219,9 +219,11 @@ def test_a_node_that_is_lost_while_parity_is_waited_for_ends_the_save() -> None:
     job.cut(0, 3)
     job.settle_threads(lambda: ("failed", 6) in job.verdicts(0))
     assert "n3" in str(job.failure(0))
-    for session in job.sessions[:3]:
-        assert session.memory._sendings == {}
-        assert session.memory._protecting is not None and session.memory._protecting._waiting == {}
+    left = job.sessions[:3]
+    job.settle_threads(
+        lambda: not any(session.memory._sendings for session in left)
+    )  # the lead's own may be kept later
+    assert not any(session.memory._protecting._waiting for session in left if session.memory._protecting)
 
 
 def test_memory_of_parity_is_used_again_and_the_sum_is_told_before_the_first_save() -> None:
