@@ -374,12 +374,12 @@ class FlashTier:
 
     def _make_directories(self, directory: str) -> None:
         """Make what is missing; durable is for the caller to make it."""
-        parts = components(directory)
         with self._lock:
             # What says which run it is comes first and makes the directory again; all else fails where that has gone.
-            if not self._root_made or not parts:
+            if not self._root_made or not directory:
                 self.disk.make_root()
                 self._root_made = True
+        parts = components(directory)
         for trial in range(MAKE_TRIALS):
             try:
                 self._make_missing(parts)
