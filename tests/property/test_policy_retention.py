@@ -55,6 +55,15 @@ def test_keeping_is_stable(commits, keep):
     assert keep_set([one for one in commits if one.commit in stay], keep) == stay
 
 
+@settings(max_examples=300, deadline=None)
+@given(lists, keeps, st.sets(st.integers(0, 19)))
+def test_whoever_looks_while_another_deletes_finds_the_same_to_stay(commits, keep, gone):
+    """Several nodes that make room at once, each by what it saw, let go together what one alone would."""
+    stay = keep_set(commits, keep)
+    left = [one for number, one in enumerate(commits) if one.commit in stay or number not in gone]
+    assert keep_set(left, keep) == stay
+
+
 @settings(max_examples=200, deadline=None)
 @given(lists, keeps)
 def test_saves_that_come_never_take_the_last_good_one(commits, keep):

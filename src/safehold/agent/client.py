@@ -95,6 +95,11 @@ class AgentClient:
         self.closed = False
 
     @property
+    def url(self) -> str:
+        """The run directory."""
+        return self._url
+
+    @property
     def alive(self) -> bool:
         """Whether the agent is there."""
         return (channel := self._channel) is not None and not channel.closed

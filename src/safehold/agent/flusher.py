@@ -38,7 +38,7 @@ from safehold.pipeline.leases import Observer
 from safehold.pipeline.memory_check import arena_matches, packs_match
 from safehold.pipeline.nowhere import Nowhere
 from safehold.pipeline.pacing import Pacer
-from safehold.tiers.base import Tier
+from safehold.tiers.base import Tier, tier_word
 from safehold.tiers.joined import JoinedTier
 from safehold.tiers.open import open_tier
 from safehold.types import CommitId
@@ -141,7 +141,7 @@ class FlusherProcess:
         except CheckpointError as exc:
             error = exc
         except OSError as exc:
-            error = from_os_error(exc, operation, tier="flash")
+            error = from_os_error(exc, operation, tier=tier_word(self._url))
         except Exception as exc:
             error = StorageError(f"{operation} failed: {type(exc).__name__}: {exc}", path=self._url)
         finally:

@@ -22,6 +22,7 @@ from safehold.errors import CheckpointError, DeadlineError, StorageError, from_w
 from safehold.events import EventStream
 from safehold.host.process import Process, spawn
 from safehold.host.sockets import Channel, ChannelClosed
+from safehold.tiers.base import tier_word
 
 SEND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
@@ -237,7 +238,7 @@ class Flusher:
         self.lost = True
         try:
             for call in calls:
-                _end(call, None, kind(f"{call.operation}: {why}", tier="flash", path=self._url, hint=hint))
+                _end(call, None, kind(f"{call.operation}: {why}", tier=tier_word(self._url), path=self._url, hint=hint))
         finally:
             self.may_still_run = self.lost = False
 

@@ -154,7 +154,7 @@ class Opening:
         newest = max([*steps, *value.get("steps_afar", ())], default=None)
         notes = [*self._afar.notes, *value["notes"], *survival_notes(self._connection.pid)]
         if (num_nodes := len(session.world.node_names)) > 1:
-            notes.append(places.note(session.local_flash, num_nodes))
+            notes.append(places.note(session.local_flash, num_nodes, self._flusher.url))
         if session.head is not None:
             more, warned = session.head.protector.notes(local_flash=session.local_flash)
             notes, warnings = [*notes, *more], [*warnings, *warned]

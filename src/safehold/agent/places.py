@@ -18,7 +18,7 @@ from safehold.clock import Clock, new_token
 from safehold.config import Config
 from safehold.errors import CheckpointError, ConfigurationError, DeadlineError, RankLostError, from_wire
 from safehold.format.names import counted
-from safehold.tiers.base import TEMPORARY_PREFIX, Tier
+from safehold.tiers.base import TEMPORARY_PREFIX, Tier, in_object_store
 
 Then = Callable[[bool, CheckpointError | None], None]
 
@@ -65,6 +65,9 @@ class Places:
 
     def decide(self, then: Then, deadline_s: float) -> None:
         """Call `then(local, error)` once it is known, or cannot be."""
+        if in_object_store(self._flusher.url):  # all nodes reach it alike
+            then(False, self._no_disk() if self._config.flash == "local" else None)
+            return
         if self._config.flash != "auto" or not self._others:
             then(self._config.flash == "local" and bool(self._others), None)
             return
@@ -172,6 +175,12 @@ class Places:
         text = f"node {self._names[node]} was lost while the run was being opened"
         return RankLostError(text, node=self._names[node], hint="see whether that node lives, and start the job again")
 
+    def _no_disk(self) -> CheckpointError:
+        text, hint = "flash='local' is for a path that is each node's own disk", "leave it out, or use a path"
+        return ConfigurationError(
+            f"{text}, and the run directory is in an object store", path=self._flusher.url, hint=hint
+        )
+
     def _mixed(self, seeing: list[str], blind: list[str]) -> CheckpointError:
         lead = self._names[self._here]
         text = f"of the other nodes {_some(seeing)} see the run directory of node {lead}, and {_some(blind)} do not"
@@ -193,8 +202,10 @@ def _operation(is_remote: bool) -> str:
     return "remote_place" if is_remote else "place"
 
 
-def note(local: bool, num_nodes: int) -> str:
-    """Return what the user is told."""
+def note(local: bool, num_nodes: int, place: str) -> str:
+    """Return what the user is told of a run directory."""
+    if in_object_store(place):
+        return f"object store: {counted(num_nodes, 'node')} share one run directory"
     if local:
         return (
             f"node-local flash: each of {counted(num_nodes, 'node')} keeps its part of the checkpoints on its own disk"

@@ -22,6 +22,7 @@ from safehold.events import EventStream
 from safehold.format.names import counted
 from safehold.policy.mending import mend
 from safehold.policy.placement import Layout, RedundancySet, Scheme, parse_scheme, place
+from safehold.tiers.base import in_object_store
 from safehold.types import CommitId
 
 MAX_OVERTAKEN = 2
@@ -107,6 +108,10 @@ class Protector:
         """Return what the user is told at the start: notes, and warnings."""
         if self._scheme is None:
             return [], []
+        if in_object_store(self._flusher.url):
+            return [
+                f"{self._scheme} is not needed: the run directory is in an object store, which no node's loss takes along"
+            ], []
         if len(self._names) == 1:
             text = f"{self._scheme} protects nothing: node {self._names[0]} is the only one"
             return [f"{text}, and what is on a disk of its own is lost with it"], []

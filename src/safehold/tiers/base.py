@@ -19,6 +19,16 @@ ALIGNMENT_BYTES = 4096
 TEMPORARY_PREFIX = ".tmp-"
 
 
+def in_object_store(place: str) -> bool:
+    """Whether a run directory, in the one spelling that `tiers.open.place` gives it, is in an object store."""
+    return "://" in place
+
+
+def tier_word(place: str) -> str:
+    """Return the name of a run directory's tier in messages: `remote` in an object store, else `flash`."""
+    return "remote" if in_object_store(place) else "flash"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One name in a directory.

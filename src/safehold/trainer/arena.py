@@ -24,6 +24,7 @@ from safehold.host.memfd import Mapping, populate
 from safehold.pipeline.layout import Comparison, SaveLayout
 from safehold.pipeline.staging import StageItem, Stager, Ticket
 from safehold.state.leaves import Leaves
+from safehold.tiers.base import tier_word
 from safehold.trainer.connection import Run, map_arena
 from safehold.trainer.handles import SaveHandle
 
@@ -210,7 +211,8 @@ class ArenaWriter:
                 if handle.error is not None:
                     raise handle.error
                 if time.monotonic() > deadline:
-                    raise DeadlineError("the flush does not keep up with staging", step=handle.step, tier="flash")
+                    text, tier = "the flush does not keep up with staging", tier_word(self._run.client.url)
+                    raise DeadlineError(text, step=handle.step, tier=tier)
 
         self._written.clear()
         heads = [

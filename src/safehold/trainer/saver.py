@@ -35,6 +35,7 @@ from safehold.policy import settlement as settlements
 from safehold.policy.settlement import Settlement
 from safehold.state.collect import BindingCache, collect
 from safehold.state.leaves import Leaves, TensorLeaf
+from safehold.tiers.base import in_object_store
 from safehold.trainer import collector
 from safehold.trainer.alone import Alone
 from safehold.trainer.arena import ArenaWriter
@@ -186,10 +187,11 @@ class Saver:
         self._events.emit("save", "done", step=reply.step, rank=self._rank, tier=reply.tier, **figures)
         if self._rank == 0:
             window = max(figures.get("window_s", 0.0), 1e-9)
+            elsewhere = reply.tier == "flash" and in_object_store(self._run.client.url)
             log.info(
                 "safehold: step %d durable on %s: %.3f GB, pause %.3f s, window %.3f s, %.2f GB/s",
                 reply.step,
-                reply.tier,
+                "the object store" if elsewhere else reply.tier,
                 figures.get("bytes", 0.0) / 1e9,
                 handle.figures.pause_s,
                 window,

@@ -68,6 +68,21 @@ def lead() -> Lead:
     return found
 
 
+def test_what_is_in_an_object_store_is_shared_and_said_to_be_there() -> None:
+    for flash in ("auto", "shared"):
+        found = Lead(flash)
+        found.flusher.url = "s3://bucket/run"
+        found.ask()
+        assert found.verdicts == [(False, None)] and not found.flusher.log
+    found = Lead("local")
+    found.flusher.url = "s3://bucket/run"
+    found.ask()
+    [(local, error)] = found.verdicts
+    assert not local and isinstance(error, ConfigurationError) and "is in an object store" in error.message
+    assert places.note(False, 4, "s3://bucket/run") == "object store: 4 nodes share one run directory"
+    assert places.note(False, 4, "/run") == "shared flash: 4 nodes see one run directory"
+
+
 def test_nobody_is_asked_where_it_is_settled() -> None:
     for flash, names, local in (("shared", 3, False), ("local", 3, True), ("local", 1, False), ("auto", 1, False)):
         found = Lead(flash, ("x", "lead", "y") if names == 3 else ("lead",))

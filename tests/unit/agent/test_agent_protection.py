@@ -195,6 +195,10 @@ def test_the_user_is_told_at_the_start_what_is_protected_and_what_not() -> None:
     assert told(4, True, parity="") == ([], [])
     assert told(4, True, parity="rs:2+2") == (["redundancy: rs:2+2 over 4 nodes, made after each commit"], [])
     assert "copies=1 is not needed: one directory" in told(4, False, copies=1)[0][0]
+    job = job_of(4, local=False, copies=1)
+    job.flushers[0].url = "s3://bucket/run"
+    notes, warnings = job.sessions[0].head.protector.notes(local_flash=False)
+    assert "copies=1 is not needed: the run directory is in an object store" in notes[0] and not warnings
     notes, warnings = told(3, True, parity="rs:4+2")
     assert "copies=2 over 3 nodes" in notes[0] and "rs:4+2 needs 6 nodes and there are 3" in warnings[0]
 
