@@ -247,7 +247,7 @@ def test_a_node_looks_and_says_what_it_saw() -> None:
 def test_the_file_is_a_temporary_of_ours_that_no_list_shows(tmp_path: Path) -> None:
     tier, other = FlashTier(tmp_path / "run"), FlashTier(tmp_path / "other")
     arguments: dict[str, Any] = {"do": "put", "name": ".tmp-where-1", "content": b"content"}
-    see = {**arguments, "do": "see", "own": ".tmp-where-1-2"}
+    see = {**arguments, "do": "see", "own": ".tmp-where-1-2", "blind": True}
     assert places.carry_out(tier, arguments)
     assert tier.list("") == []
     assert places.carry_out(FlashTier(tmp_path / "run"), see)
@@ -295,7 +295,7 @@ def test_one_node_asks_nobody_about_its_second_place() -> None:
 def test_a_node_tries_to_write_to_the_second_place_and_leaves_nothing(tmp_path: Path) -> None:
     word = w.SeeFile(3, ".tmp-where-1", b"content", is_remote=True)
     flusher, told = FakeFlusher(), list[w.Saw]()
-    places.look(flusher, word, Config(), told.append)  # type: ignore[arg-type]
+    places.look(flusher, word, 2, Config(), told.append)  # type: ignore[arg-type]
     ((operation, arguments),) = flusher.log
     assert operation == "remote_place"
     tier, other = FlashTier(tmp_path / "there"), FlashTier(tmp_path / "other")
@@ -306,5 +306,5 @@ def test_a_node_tries_to_write_to_the_second_place_and_leaves_nothing(tmp_path: 
     broken.fail("put", error=OSError(errno.EROFS, "read-only"))
     with pytest.raises(StorageReadOnlyError):
         places.carry_out(broken, arguments)
-    places.look(None, word, Config(), told.append)
+    places.look(None, word, 2, Config(), told.append)
     assert told[-1].error is not None and "without the second place" in str(told[-1].error)
