@@ -109,22 +109,39 @@ class Lobby:
         self._guests: dict[Guest, None] = {}
         self._strangers: dict[Guest, None] = {}
         self._loop = asyncio.get_running_loop()
+        self._listening: socket.socket | None = None
 
     @property
     def num_open(self) -> int:
         """Connections there are."""
         return len(self._guests)
 
-    async def accept(self, listening: socket.socket) -> None:
-        """Accept until cancelled."""
-        while True:
-            try:
-                sock, peer = await self._loop.sock_accept(listening)
-            except OSError:
-                await asyncio.sleep(ACCEPT_RETRY_S)  # out of descriptors, say: that passes
-                continue
-            self._arrived(Guest(sock, str(peer[0])))
-            await asyncio.sleep(0)  # accepting does not wait while somebody is there; others have their turn
+    def accept(self, listening: socket.socket) -> None:
+        """Accept until `close`.
+
+        Without a task: one that is cancelled drops what it has accepted in that moment, and nobody closes it.
+        """
+        listening.setblocking(False)
+        self._listening = listening
+        self._loop.add_reader(listening, self._accept_one)
+
+    def _accept_one(self) -> None:
+        listening = self._listening
+        assert listening is not None
+        try:
+            sock, peer = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # out of descriptors, say: that passes
+            self._loop.remove_reader(listening)
+            self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
+            return
+        sock.setblocking(False)
+        self._arrived(Guest(sock, str(peer[0])))
+
+    def _accept_again(self) -> None:
+        if self._listening is not None:
+            self._loop.add_reader(self._listening, self._accept_one)
 
     def _arrived(self, guest: Guest) -> None:
         self._guests[guest] = self._strangers[guest] = None
@@ -185,6 +202,9 @@ class Lobby:
         guest.cut()
 
     def close(self) -> None:
-        """Cut everybody off."""
+        """Accept no more, and cut everybody off; the listening socket is still open."""
+        if self._listening is not None:
+            self._loop.remove_reader(self._listening)
+            self._listening = None
         for guest in list(self._guests):
             guest.cut()

@@ -94,13 +94,12 @@ class NetworkServer:
         self._sock = listening_socket(bind, port)
         self.address: Address = address_of(self._sock, bind)
         self._lobby: Lobby | None = None
-        self._accepting: asyncio.Task[None] | None = None
         thread.call(self._open(tls))
 
     async def _open(self, tls: ssl.SSLContext | None) -> None:
         server = web.Server(self._handle)
         self._lobby = Lobby(server, self._limits, self.refusals, tls)
-        self._accepting = asyncio.get_running_loop().create_task(self._lobby.accept(self._sock))
+        self._lobby.accept(self._sock)
 
     # -- what others call ----------------------------------------------------------------------------------------------
 
@@ -127,11 +126,9 @@ class NetworkServer:
         self._workers.close()
 
     async def _close(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-        self._sock.close()
         if self._lobby is not None:
             self._lobby.close()
+        self._sock.close()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
