@@ -8,7 +8,9 @@ flash, a replacement comes, and the job is started again.
 - protect: from the manifest to the last record of redundancy, over all hosts; GB/s are of all hosts' own data.
 - steps: how much longer training steps took while the checkpoint was being protected than outside of saves and protections (medians).
 - restore: of the job with the replacement, on the slowest rank, from the call to its return.
-- rebuild: the replacement's files given back in the background, as its agent says.
+- rebuild: the replacement's files given back in the background, as its agent says; its rate beside what one process writes at best to the
+  same disk in large direct requests (of disk), and the bytes that come in for it, which are as many times more as a stripe has data
+  symbols, beside a raw socket over loopback (of loop). Both limits are measured just before the loss (`limits.py`, `network.py`).
 
 All hosts share the machine's cores, so that these are figures of one machine that does the work of all.
 """
@@ -34,6 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 RUN = "/run/flash/run"
 WIDTH = 256
+ROUNDS = 3
 
 
 # ---- a rank ----
@@ -89,7 +92,8 @@ class Figures:
     slowdown: float | None = None
     restore_s: float = 0.0
     rebuild_s: float | None = None
-    source: str = ""
+    disk_bytes_s: float = 0.0
+    loop_bytes_s: float = 0.0
 
 
 def protections(hosts: Any) -> list[tuple[float, float]]:
@@ -140,6 +144,7 @@ def measure(name: str, options: argparse.Namespace, zygote: Any, root: Path) -> 
         windows = protections(hosts)
         figures.protect_s = [end - start for start, end in windows]
         figures.slowdown = slowdown(did, windows)
+        figures.disk_bytes_s, figures.loop_bytes_s = limits_of(root, options.bytes)
         if name != "none":
             hosts[1].kill()
             hosts.replace(1)
@@ -148,6 +153,24 @@ def measure(name: str, options: argparse.Namespace, zygote: Any, root: Path) -> 
             rebuilt = re.search(r"rebuilt step .*?: \d+ bytes in ([0-9.]+) s", job.text)
             figures.rebuild_s = float(rebuilt[1]) if rebuilt else None
     return figures
+
+
+def limits_of(root: Path, size_bytes: int) -> tuple[float, float]:
+    """Return bytes per second that the disk takes at best, and that a raw socket moves over loopback."""
+    from limits import measure_disk
+    from network import measure as measure_network
+
+    with tempfile.TemporaryDirectory(prefix="limit-", dir=root) as scratch:
+        disk = measure_disk(Path(scratch), size_bytes, num_files=1, rounds=ROUNDS)
+    return disk["bytes"] / disk["write_s"], 1e9 * measure_network(max(1, size_bytes >> 20) << 20, ROUNDS)["raw_gb_s"]
+
+
+def incoming(name: str) -> int:
+    """How many bytes come in for each that is given back."""
+    from safehold.policy.placement import parse_scheme
+
+    scheme = parse_scheme(**SCHEMES[name])
+    return 0 if scheme is None else scheme.num_data
 
 
 def main() -> None:
@@ -173,12 +196,14 @@ def main() -> None:
     )
     total = options.hosts * options.bytes
     print(f"{options.hosts} hosts, {options.bytes / 1e6:.0f} MB each, flash in {options.dir}")
-    print(f"{'scheme':10} {'protect s':>10} {'GB/s':>6} {'steps':>7} {'restore s':>10} {'rebuild s':>10} {'GB/s':>6}")
+    heads = f"{'scheme':10} {'protect s':>10} {'GB/s':>6} {'steps':>7} {'restore s':>10} {'rebuild s':>10} {'GB/s':>6}"
+    print(f"{heads} {'of disk':>8} {'of loop':>8} {'disk GB/s':>10} {'loop GB/s':>10}")
     with tempfile.TemporaryDirectory(dir=options.dir) as root:
         try:
             for name in options.only.split(","):
                 figures = measure(name, options, zygote, Path(root))
                 protect_s = statistics.median(figures.protect_s) if figures.protect_s else None
+                rate = options.bytes / figures.rebuild_s if figures.rebuild_s else None
                 row = [
                     f"{name:10}",
                     _figure(protect_s, 10),
@@ -186,7 +211,11 @@ def main() -> None:
                     _figure(figures.slowdown, 6) + "x",
                     _figure(figures.restore_s, 10),
                     _figure(figures.rebuild_s, 10),
-                    _figure(options.bytes / figures.rebuild_s / 1e9 if figures.rebuild_s else None, 6),
+                    _figure(None if rate is None else rate / 1e9, 6),
+                    _figure(None if rate is None else rate / figures.disk_bytes_s, 8),
+                    _figure(None if rate is None else rate * incoming(name) / figures.loop_bytes_s, 8),
+                    _figure(figures.disk_bytes_s / 1e9, 10),
+                    _figure(figures.loop_bytes_s / 1e9, 10),
                 ]
                 print(" ".join(row), flush=True)
         finally:
