@@ -55,8 +55,11 @@ def test_one_agent_private_and_without_a_port(rig: Rig) -> None:
         job.all("evaluate", "os.umask(0)")  # an umask that closes nothing
         job.all("open", str(rig.run))
         save(job, 1)
-        agents = [pid for pid, command in rig.processes().items() if "safehold.agent.main" in command]
-        assert agents == [rig.agent_pid()]
+        agents = lambda: [pid for pid, command in rig.processes().items() if "safehold.agent.main" in command]  # noqa: E731
+        deadline = time.monotonic() + 20
+        while len(agents()) > 1 and time.monotonic() < deadline:  # one that found another may be on its way out
+            time.sleep(0.1)
+        assert agents() == [rig.agent_pid()]
         flushers = rig.flusher_pids()
         assert len(flushers) == 1
         (slot,) = rig.slots()
@@ -67,7 +70,7 @@ def test_one_agent_private_and_without_a_port(rig: Rig) -> None:
         ports = set()
         for table in ("tcp", "tcp6", "udp", "udp6"):
             ports |= {line.split()[9] for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]}
-        for pid in agents + flushers:
+        for pid in [rig.agent_pid(), *flushers]:
             assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
             opened = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
             assert not {name[8:-1] for name in opened if name.startswith("socket:[")} & ports
