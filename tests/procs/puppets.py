@@ -61,6 +61,10 @@ class Zygote:
     """The process that forks ranks; one per test session."""
 
     def __init__(self) -> None:
+        self._ended: dict[int, int] = {}
+        self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
             **os.environ,
@@ -72,10 +76,12 @@ class Zygote:
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._control = ours
-        self._ended: dict[int, int] = {}
 
     def fork(self, env: dict[str, str], cwd: str, fds: list[int]) -> int:
         """Start a rank; returns its process id."""
+        if self._process.poll() is not None:  # it fell victim to something: the next test has another
+            self._control.close()
+            self._start()
         socket.send_fds(self._control, [json.dumps({"env": env, "cwd": cwd}).encode()], fds)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

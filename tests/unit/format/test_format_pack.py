@@ -220,4 +220,4 @@ def test_three_thousand_pieces_are_laid_out_quickly() -> None:
     start = time.process_time()
     layouts = pack.layout(pieces)
     pack.parse_header(layouts.packs[0].header, layouts.packs[0].size_bytes, path="p")
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 5.0, "some 0.1 s where it is linear, minutes where it is not"

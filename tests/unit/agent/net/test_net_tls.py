@@ -110,7 +110,7 @@ def test_ipv6_and_interfaces(bind: str) -> None:
 @pytest.mark.parametrize(("who", "word"), [("foreign", "erti"), ("elsewhere", "erti"), (None, "")])
 def test_who_cannot_show_a_certificate_is_refused(files: dict[str, TlsFiles], who: str | None, word: str) -> None:
     """A server of another CA, one that is not where its certificate says, one that speaks no TLS: each is lost, and hears nothing."""
-    a, b, log_a, log_b, _ = pair(files["good"], files[who] if who else None, timeout_s=0.4)
+    a, b, log_a, log_b, _ = pair(files["good"], files[who] if who else None, timeout_s=1.5)
     a.send("b", b"secret")
     assert wait_for(lambda: bool(log_a.lost))
     assert word in str(log_a.lost[0][1]) and not log_b.messages
