@@ -324,6 +324,9 @@ class MemoryLead:
             then(value, error)
             return
 
+        # Storage has checkpoints, and none can be used: those that are newer must not stand in the way of the steps to come.
+        set_aside = [CommitId(believed.commit.step, self._here.incarnation, 0)] if error is not None else []
+
         def fetched(manifest: bytes | None, failure: CheckpointError | None) -> None:
             if manifest is None:
                 text = f"step {believed.commit.step} is in memory and cannot be had: {failure}"
@@ -334,7 +337,7 @@ class MemoryLead:
                 **found,
                 "commit": _wire(believed.commit),
                 "manifest": manifest,
-                "newest": _wire(max([believed.commit, *_commits(found["newest"])])),
+                "newest": _wire(max([believed.commit, *set_aside, *_commits(found["newest"])])),
                 "any_commit": True,
                 "tier": "memory",
                 "holders": {},

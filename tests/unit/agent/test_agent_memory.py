@@ -10,7 +10,14 @@ from memory_nodes import PACK_BYTES, SAVE, MemoryJob
 
 from safehold.agent import messages as m
 from safehold.agent import words as w
-from safehold.errors import ChecksumError, CommitError, ConfigurationError, RankLostError, TornFileError
+from safehold.errors import (
+    ChecksumError,
+    CommitError,
+    ConfigurationError,
+    RankLostError,
+    StepNotFoundError,
+    TornFileError,
+)
 from safehold.types import CommitId
 
 LOSSES = [set(lost) for count in range(4) for lost in itertools.combinations(range(4), count)]
@@ -79,6 +86,25 @@ def test_storage_is_used_where_it_is_newer_and_memory_where_that_is() -> None:
     assert [(offer.step, offer.tier) for offer in job.ask_restore(found=newer)] == [(6, "flash")] * 2
     job.restart(commits=[4])
     assert [(offer.step, offer.tier) for offer in job.ask_restore(4, found=flash)] == [(4, "flash")] * 2
+
+
+def test_newer_ones_on_storage_that_cannot_be_used_are_set_aside() -> None:
+    """Node-local flash without redundancy: step 6 was flushed, and went with a node; step 5 is still in memory."""
+    job = MemoryJob(2)
+    job.save_in_memory(5)
+    job.restart(commits=[6])
+    asks = [job.send(rank, m.RestoreAsk(0, None)) for rank in range(2)]
+    job.flushers[0].answer("find", None, StepNotFoundError("none of the 1 checkpoints can be used"))
+    job.settle_threads(lambda: all(job.answer_to(rank, ask) for rank, ask in enumerate(asks)))
+    offers = [job.answer_to(rank, ask) for rank, ask in enumerate(asks)]
+    assert [(offer.step, offer.tier) for offer in offers] == [(5, "memory")] * 2
+    for phase in ("planned", "verified"):
+        for rank in range(2):
+            job.send(rank, m.Vote(0, offers[0].round, phase))
+    (asked,) = job.flushers[0].open("open_run")
+    assert asked["up_to"][0] == 5 and asked["in_memory"] is True, (
+        "step 6 must not count any more, so that it can be saved again"
+    )
 
 
 def test_a_start_that_knew_nothing_of_it_sets_it_aside() -> None:
