@@ -24,7 +24,7 @@ from safehold.tiers.flash import FlashTier
 from safehold.types import CommitId
 
 OPERATIONS = {"list", "get", "size", "put", "delete", "delete_tree", "sync_tree"}
-STRIDE = 3
+STRIDE = 7
 """Every so many operations a start is interrupted."""
 
 
