@@ -9,20 +9,21 @@ Must not live here: how other nodes are reached (`agent.net.remote_tier`), which
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from safehold.errors import ConfigurationError, IntegrityError, SupersededError
+from safehold.errors import ConfigurationError, IntegrityError, StorageError, SupersededError
 from safehold.format import document, paths, records
 from safehold.format.names import counted
 from safehold.format.records import Incarnation, Manifest
 from safehold.pipeline import ledger
-from safehold.pipeline.reconciling import reconcile
+from safehold.pipeline.reconciling import ChangedMeanwhileError, name_lost, reconcile
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import MAX_SMALL_FILE_BYTES, JoinedTier, two_of_one_name
 from safehold.types import CommitId
+
+MAX_LOOKS = 8
+"""So many times the disks are looked at again because another start is at work on some of them."""
 
 
 @runtime_checkable
@@ -140,10 +141,16 @@ def refuse_stale(tier: Tier, path: str) -> None:
 # ---- bringing the parts together ----
 
 
-def heal(tier: JoinedTier) -> list[str]:
+def heal(tier: JoinedTier, there: set[CommitId] | None = None) -> list[str]:
     """Bring to every node what all must have: run, incarnations, plans, manifests, tombstones, quarantine records.
 
-    A node may have been replaced, or away, or have died before a file had come to it. To be called before an incarnation is opened.
+    A node may have been replaced, or away, or have died before a file had come to it. To be called before an incarnation is opened,
+    and afterwards again if that lists what was committed meanwhile. A manifest comes to a node before the incarnation that made or
+    lists it: a start on that node alone, should this one be cut short, must not open a newer one in ignorance of it.
+
+    Args:
+        tier: The nodes' disks.
+        there: Takes the checkpoints whose manifests are on all nodes now.
 
     Returns:
         Sentences for the user.
@@ -152,27 +159,82 @@ def heal(tier: JoinedTier) -> list[str]:
         ConfigurationError: The disks hold different runs, or one of them something else than a run; the nodes are named.
         StorageError: A node cannot be reached, or its disk fails.
     """
-    where = _where(tier.on_each(_survey))
-    notes: list[str] = []
-    for _ in range(2):  # first the runs, then the incarnations of the one that is left
-        if more := reconcile(tier, where):
-            notes += more
-            where = _where(tier.on_each(_survey))
+    where, notes = _reconciled(tier)
     known: dict[int, Incarnation] = {}
-    brought: dict[str, int] = {}
+    wanted: list[tuple[str, bytes]] = []
     for path in sorted(where, key=_order):
         data = _the_one(tier, path, where[path], everywhere=len(where[path]) == len(tier.members), known=known)
-        if data is None or not _matters(path, known):
-            continue
-        good = document.digest(data)
-        for node in tier.members:
-            if where[path].get(node) != good:
-                _bring(tier.members[node], path, data, damaged=node in where[path])
-                brought[node] = brought.get(node, 0) + 1
+        if data is not None and _matters(path, known):
+            wanted.append((path, data))
+    incarnations = [one for one in wanted if one[0].startswith(f"{paths.INCARNATIONS}/")]
+    late: list[tuple[str, bytes]] = []
+    brought: dict[str, int] = {}
+    for path, data in [*(one for one in wanted if one not in incarnations), *incarnations]:
+        try:
+            _bring_to_all(tier, path, data, where[path], brought)
+        except (
+            SupersededError
+        ):  # a node knows a newer incarnation than the one that made it, but not yet one that lists it
+            late.append((path, data))
+    for path, data in late:
+        _bring_to_all(tier, path, data, where[path], brought)
+    if max(map(_made_by, where), default=0) > max(known, default=0):
+        name_lost(tier)
+    if there is not None:
+        there.update(_on_all(tier, where, wanted))
     return notes + [
         f"node {node} lacked {counted(count, 'small file')} of the run; brought there"
         for node, count in sorted(brought.items())
     ]
+
+
+def _reconciled(tier: JoinedTier) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Return what is where once nothing contradicts that can be undone, and sentences for the user."""
+    notes: list[str] = []
+    for _ in range(MAX_LOOKS):  # first the runs, then the incarnations of the one that is left
+        where = _where(tier.on_each(_survey))
+        try:
+            more = reconcile(tier, where)
+        except ChangedMeanwhileError:
+            continue
+        if not more:
+            return where, notes
+        notes += more
+    raise _raced(paths.INCARNATIONS)
+
+
+def _raced(path: str) -> StorageError:
+    text = "another start of the job on some of these nodes changed this meanwhile"
+    return StorageError(text, path=path, hint="end the other job, and start this one again")
+
+
+def _made_by(path: str) -> int:
+    """Return the incarnation that a manifest is of; 0 for other files."""
+    directory, _, name = path.rpartition("/")
+    commit = paths.parse_checkpoint_dir(directory)
+    return commit.incarnation if commit is not None and name == paths.MANIFEST else 0
+
+
+def _on_all(
+    tier: JoinedTier, where: Mapping[str, Mapping[str, str]], brought: Iterable[tuple[str, bytes]]
+) -> set[CommitId]:
+    """Return the checkpoints whose manifests were on all nodes, or were brought there."""
+    found = {path for path, by_node in where.items() if len(by_node) == len(tier.members)} | {
+        path for path, _ in brought
+    }
+    directories = [path.rpartition("/")[0] for path in found if path.endswith(f"/{paths.MANIFEST}")]
+    return {commit for directory in directories if (commit := paths.parse_checkpoint_dir(directory)) is not None}
+
+
+def _bring_to_all(
+    tier: JoinedTier, path: str, data: bytes, by_node: Mapping[str, str], brought: dict[str, int]
+) -> None:
+    """Bring a file to the nodes that lack it, and count it for them; one that was refused can be brought again."""
+    good = document.digest(data)
+    for node in tier.members:
+        if by_node.get(node) != good:
+            _bring(tier.members[node], path, data, damaged=node in by_node)
+            brought[node] = brought.get(node, 0) + 1
 
 
 def _where(parts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
@@ -286,4 +348,4 @@ def _bring(member: Tier, path: str, data: bytes, *, damaged: bool) -> None:
         member.put(path, data, exclusive=True)
     except FileExistsError:
         if digests(member, [path]).get(path) != document.digest(data):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+            raise _raced(path) from None

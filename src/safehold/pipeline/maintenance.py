@@ -7,6 +7,7 @@ Errors are those of `safehold.errors`, with the path concerned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from blake3 import blake3
@@ -14,7 +15,7 @@ from blake3 import blake3
 from safehold._version import __version__
 from safehold.clock import SYSTEM_CLOCK
 from safehold.config import Config
-from safehold.errors import ConfigurationError, StorageError, TornFileError
+from safehold.errors import ConfigurationError, StorageError, SupersededError, TornFileError
 from safehold.events import EventStream
 from safehold.format import paths, records
 from safehold.format.names import numbered
@@ -78,19 +79,25 @@ def open_run(tier: Tier, config: Config, arguments: dict[str, Any], events: Even
     held = _held_afar(tier, arguments, up_to, exclude)
 
     before: list[int] = []
+    there: set[CommitId] = set()
+    notes = list(report.notes)
 
     def accept(listing: belief.Listing) -> list[CommitId]:
         before.append(_before(listing, arguments["token"]))
         chosen = belief.accepted_for_new(listing, up_to_step=up_to.step if up_to is not None else None, exclude=exclude)
         if up_to is not None and up_to not in chosen and not arguments.get("in_memory"):
             chosen = [up_to if commit.step == up_to.step else commit for commit in chosen]
+        if isinstance(tier, JoinedTier) and not there.issuperset(chosen):
+            with suppress(SupersededError):  # a node knows this incarnation already, and not that the next one lists it
+                notes.extend(joining.heal(tier, there))
         steps = {commit.step for commit in chosen}
         return chosen + [commit for commit in held if commit.step not in steps]
 
-    notes = list(report.notes)
     if isinstance(tier, JoinedTier):
-        notes += joining.heal(tier)
+        notes += joining.heal(tier, there)
     opened = ledger.open_incarnation(tier, arguments["token"], accept, arguments["reason"])
+    if isinstance(tier, JoinedTier) and not there.issuperset(opened.accepted):  # committed in the meantime
+        notes += joining.heal(tier, there)
     withdrawn = [commit for commit in opened.withdrawn if commit not in held]
     if withdrawn:
         steps = numbered("step", [commit.step for commit in withdrawn])

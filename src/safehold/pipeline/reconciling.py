@@ -15,7 +15,10 @@ is there is taken in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from safehold.clock import new_token
 from safehold.errors import IntegrityError
@@ -23,12 +26,17 @@ from safehold.format import document, paths, records
 from safehold.format.names import numbered
 from safehold.format.records import Incarnation
 from safehold.pipeline import ledger
+from safehold.pipeline import snapshot as snapshots
 from safehold.policy import belief
 from safehold.tiers.base import Tier
 from safehold.tiers.joined import MAX_SMALL_FILE_BYTES, JoinedTier
 from safehold.types import CommitId
 
 REASON = "starts on some of the nodes each were joined"
+
+
+class ChangedMeanwhileError(Exception):
+    """Somebody opened another incarnation meanwhile: what was found does not hold any more. Never shown to a user."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +47,15 @@ class _Side:
         nodes: Their names.
         chain: Number -> the incarnation, from the number in dispute on.
         data: Number -> its file.
-        at_work: Whether an attempt at a save exists there under one of these numbers.
+        at_work: Whether some of them wrote something for a save under one of these numbers.
+        attempts: The attempts of these numbers of which there is anything; manifests may have been brought there.
     """
 
     nodes: list[str] = field(default_factory=list)
     chain: dict[int, Incarnation] = field(default_factory=dict)
     data: dict[int, bytes] = field(default_factory=dict)
     at_work: bool = False
+    attempts: set[CommitId] = field(default_factory=set)
 
 
 def reconcile(tier: JoinedTier, where: Mapping[str, Mapping[str, str]]) -> list[str] | None:
@@ -57,6 +67,9 @@ def reconcile(tier: JoinedTier, where: Mapping[str, Mapping[str, str]]) -> list[
 
     Returns:
         Sentences for the user, empty where nothing contradicts; None where there is a contradiction that nobody can decide.
+
+    Raises:
+        ChangedMeanwhileError: Look again.
     """
     notes = _one_run(tier, where)
     if notes or notes is None:
@@ -67,29 +80,38 @@ def reconcile(tier: JoinedTier, where: Mapping[str, Mapping[str, str]]) -> list[
     if not disputed:
         return []
     first, newest = disputed[0], files[max(files)]
-    if len(newest) == 1 and set(next(iter(newest.values()))[0]) == set(tier.members):
-        return _finish(tier, {number: files[number] for number in disputed})
+    nodes, record, _ = next(iter(newest.values()), ([], None, b""))
+    if record is not None and record.reason == REASON and set(nodes) == set(tier.members):
+        return _finish(tier, {number: files[number] for number in disputed}, record, where)
     before = {number: _only(versions) for number, versions in files.items() if number < first and versions}
     sides = _sides(files, first)
     if sides is None:
         return None
     attempts = tier.on_each(_attempts)
     for side in sides:
-        side.at_work = any(commit.incarnation >= first for node in side.nodes for commit in attempts[node])
+        for commit, is_own in (entry for node in side.nodes for entry in attempts[node].items()):
+            if commit.incarnation >= first:
+                side.at_work |= is_own
+                side.attempts.add(commit)
     working = [side for side in sides if side.at_work]
-    if len(working) > 1:
+    most = max(working or sides, key=lambda side: len(side.attempts))
+    if len(working) > 1 or any(not side.attempts <= most.attempts for side in sides):
         return None
     counting = working or sides
 
     def accept(listing: belief.Listing) -> list[CommitId]:
+        if max(listing.incarnations, default=0) > max(files):
+            raise ChangedMeanwhileError
         found: dict[int, CommitId] = {}
         for side in sides:
-            for commit in belief.accepted_for_new(replace(listing, incarnations={**before, **side.chain})):
-                if side in counting or commit.incarnation >= first:
-                    found[commit.step] = max(commit, found.get(commit.step, commit))
+            for chain in (side.chain, _own(side, sides)):
+                for commit in belief.accepted_for_new(replace(listing, incarnations={**before, **chain})):
+                    if side in counting or commit.incarnation >= first:
+                        found[commit.step] = max(commit, found.get(commit.step, commit))
         return sorted(found.values(), reverse=True)
 
-    ledger.open_incarnation(tier, new_token(), accept, REASON)
+    opened = ledger.open_incarnation(tier, new_token(), accept, REASON)
+    _spread(tier, opened.record, where)
     winner = counting[0]
     for side in sides:
         for number, data in winner.data.items() if side is not winner else ():
@@ -101,8 +123,65 @@ def reconcile(tier: JoinedTier, where: Mapping[str, Mapping[str, str]]) -> list[
     return [f"{text}; {'nothing was' if not working else 'the latter had'} saved under it, so they were joined"]
 
 
-def _finish(tier: JoinedTier, files: Mapping[int, Mapping[str, tuple[list[str], Incarnation, bytes]]]) -> list[str]:
+def name_lost(tier: JoinedTier) -> None:
+    """Give files to incarnations that have none, though they have committed: their manifests came to these nodes, and no more did.
+
+    So numbers have no gaps: who opens the next one here contradicts, and does not outrank, what is known of the lost one elsewhere.
+    """
+    there = {entry.name for entry in tier.list(paths.INCARNATIONS)}
+    for number, record in sorted(snapshots.take(tier).listing.incarnations.items()):
+        path = paths.incarnation(number)
+        if path.rpartition("/")[2] not in there:
+            with suppress(FileExistsError):
+                data = records.encode_incarnation(msgspec.structs.replace(record, token=new_token()))
+                tier.put(path, data, exclusive=True)
+
+
+def _own(side: _Side, sides: Sequence[_Side]) -> dict[int, Incarnation]:
+    """Return what no other side has: an incarnation of one side, which may know nothing of the others, can come to all by its number."""
+    return {
+        number: record
+        for number, record in side.chain.items()
+        if all(other is side or other.data.get(number) != side.data[number] for other in sides)
+    }
+
+
+def _spread(tier: JoinedTier, record: Incarnation, where: Mapping[str, Mapping[str, str]]) -> None:
+    """Bring the manifests and plans of what the newest incarnation lists to all nodes, while the contradiction can still be seen.
+
+    Without it, a start on nodes that lack one would open an incarnation that does not list it, and nothing would contradict that.
+
+    Raises:
+        ChangedMeanwhileError: A newer incarnation was opened.
+    """
+    for commit in record.accepted:
+        path = f"{paths.checkpoint_dir(commit)}/{paths.MANIFEST}"
+        try:
+            manifest = tier.get(path, limit_bytes=MAX_SMALL_FILE_BYTES)
+            plan = paths.plan(records.decode_manifest(manifest, path=path).plan_digest)
+            lacking = [node for node in tier.members if not where.get(plan, {}).get(node)]
+            found = [(plan, tier.get(plan, limit_bytes=MAX_SMALL_FILE_BYTES), lacking)] if lacking else []
+        except (FileNotFoundError, IntegrityError):
+            continue  # deleted, or damaged: as it would be without a contradiction
+        for name, data, nodes in (
+            *found,
+            (path, manifest, [n for n in tier.members if not where.get(path, {}).get(n)]),
+        ):
+            for node in nodes:
+                with suppress(FileExistsError):  # another one is found by whoever compares all files
+                    tier.members[node].put(name, data, exclusive=True)
+    if snapshots.newest_incarnation(tier) != record.number:
+        raise ChangedMeanwhileError
+
+
+def _finish(
+    tier: JoinedTier,
+    files: Mapping[int, Mapping[str, tuple[list[str], Incarnation, bytes]]],
+    newest: Incarnation,
+    where: Mapping[str, Mapping[str, str]],
+) -> list[str]:
     """Make incarnations the same on all nodes, on which a newer one lies that was opened to settle their dispute."""
+    _spread(tier, newest, where)
     for number, versions in files.items():
         (_, _, data), *others = sorted(versions.values(), key=lambda version: version[0])
         for nodes, _, _ in others:
@@ -185,12 +264,13 @@ def _sides(
     return sides
 
 
-def _attempts(member: Tier) -> list[CommitId]:
-    """Return the attempts of which a node has anything."""
-    found = []
+def _attempts(member: Tier) -> dict[CommitId, bool]:
+    """Return the attempts of which a node has anything, and whether it is more than what is brought to all nodes."""
+    found = {}
     for step in member.list(paths.CHECKPOINTS):
         for attempt in member.list(f"{paths.CHECKPOINTS}/{step.name}") if step.is_dir else ():
             commit = paths.parse_checkpoint_dir(f"{paths.CHECKPOINTS}/{step.name}/{attempt.name}")
-            if commit is not None and member.list(paths.checkpoint_dir(commit)):
-                found.append(commit)
+            names = [] if commit is None else [entry.name for entry in member.list(paths.checkpoint_dir(commit))]
+            if commit is not None and names:
+                found[commit] = any(name != paths.MANIFEST and paths.parse_tombstone(name) is None for name in names)
     return found
