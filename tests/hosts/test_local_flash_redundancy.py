@@ -166,3 +166,19 @@ def test_fewer_hosts_restore_from_parity_and_are_protected_anew(hosts: Hosts) ->
     with train(hosts, on=[0, 1, 2], parity="xor:4") as job:
         ended(job)
         assert restored(job)[:2] == (3, wanted)
+
+
+def test_a_flushed_save_that_is_lost_with_its_node_falls_back_to_the_one_in_memory(hosts: Hosts) -> None:
+    """Own disks without redundancy: step 3 goes with a host, step 2 has two copies in memory; then all goes on, step 3 too."""
+    settings = {"flush_every": 2, "memory_copies": 2}
+    with train(hosts, "--pause-at", "3", "/never", **settings) as job:
+        job.until("pausing", rank=0, timeout_s=40)
+        assert "set copies or parity" in job.text, "it was said at the start"
+        job.kill_host(1)
+        job.kill()
+        job.wait(20)
+    hosts.replace(1)
+    with train(hosts, **settings) as job:
+        ended(job)
+        assert restored(job)[0] == 2 and "saved 3" in job.output(0), job.tail()
+        assert "failed" not in job.text and "not given back" not in job.text, job.tail()

@@ -6,7 +6,7 @@ With parity it keeps them, and once all nodes of its redundancy set do, it makes
 
 Invariants: used from the dispatcher thread only; what takes time runs in threads, ends by a deadline, and comes back as an event. A save is
 let in only if all that memory saves take fits the budget, in full, on this node. What a checkpoint holds here is dropped when a later one
-is committed, and not before.
+is committed that is as safe, and not before.
 """
 
 from __future__ import annotations
@@ -318,8 +318,13 @@ class NodeMemory:
             os.close(fd)
 
     def committed(self, commit: CommitId, *, in_memory: bool) -> None:
-        """A save is durable: what is older in memory is not needed any more."""
-        self._held.drop_up_to(commit.step, but=commit if in_memory else None)
+        """A save is durable: what is older in memory is not needed any more.
+
+        Except beside one on the nodes' own disks: that is lost with any node until it has redundancy, if it ever gets any. What has copies
+        or parity in memory stays until the next save in memory is durable, as far as arenas are not used again before.
+        """
+        if in_memory or not (self.is_used and self._here.local_flash):
+            self._held.drop_up_to(commit.step, but=commit if in_memory else None)
         self.restored()
         if not self.is_used:
             self._pool.drop_kept()

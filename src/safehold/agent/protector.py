@@ -28,6 +28,9 @@ from safehold.types import CommitId
 MAX_OVERTAKEN = 2
 
 
+_UNPROTECTED = "saves that are flushed to the nodes' own disks are lost with any node, unlike those in memory: set copies or parity"
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """What one node of the job does for one node of the checkpoint; without a set it gives its files back."""
@@ -107,7 +110,8 @@ class Protector:
     def notes(self, *, local_flash: bool) -> tuple[list[str], list[str]]:
         """Return what the user is told at the start: notes, and warnings."""
         if self._scheme is None:
-            return [], []
+            alone = local_flash and self._config.flush_every > 1
+            return [], [_UNPROTECTED] if alone else []
         if in_object_store(self._flusher.url):
             return [
                 f"{self._scheme} is not needed: the run directory is in an object store, which no node's loss takes along"

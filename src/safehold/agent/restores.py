@@ -333,15 +333,21 @@ class Restores:
         if commit is None or newest is None or (newest <= commit and not self._in_doubt()):
             self._answer(votes, "go", None)
             if commit is not None:
-                self._restored(commit)
+                self._tell_restored(commit)
             return
 
         def rebased(incarnation: int, error: CheckpointError | None) -> None:
             self._answer(votes, "go" if error is None else "stop", error)
             if error is None:
-                self._restored(commit)
+                self._tell_restored(commit)
 
         self._rebase(commit, bad, rebased)
+
+    def _tell_restored(self, commit: CommitId) -> None:
+        if self._memory is None or not self._memory.is_believed(
+            commit
+        ):  # of what is in memory, storage has nothing to give back
+            self._restored(commit)
 
     def _answer(self, votes: dict[int, tuple[Peer, Vote]], outcome: str, error: CheckpointError | None) -> None:
         wire = error.to_wire() if error else None

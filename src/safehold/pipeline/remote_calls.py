@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from safehold.pipeline import snapshot as snapshots
 from safehold.pipeline.catalog import Catalog, find_restore_candidate
 from safehold.pipeline.leases import Observer, Reader
 from safehold.pipeline.pacing import Pacer
+from safehold.pipeline.recovering import RecoveringTier
 from safehold.pipeline.replica_claim import Claim
 from safehold.pipeline.replicate import replicate
 from safehold.pipeline.replication_halves import DataHalf, Documents
@@ -39,6 +41,7 @@ from safehold.pipeline.trials import CopySettings, Trials
 from safehold.policy import belief, replication
 from safehold.policy.retention import Keep
 from safehold.tiers.base import Tier
+from safehold.tiers.joined import JoinedTier
 from safehold.types import CommitId
 
 MAX_STALL_S = 300.0
@@ -194,7 +197,8 @@ class RemoteCalls:
         step, bad = arguments["step"], {_commit(entry) for entry in arguments["bad"]}
         tried = {_commit(entry) for entry in arguments["tried"]}
         try:
-            usable = find_restore_candidate(self._here, step, exclude=bad).checkpoint
+            with self._reading() as tier:
+                usable = find_restore_candidate(tier, step, exclude=bad).checkpoint
         except FormatVersionError:
             raise
         except (IntegrityError, StepNotFoundError):
@@ -210,6 +214,15 @@ class RemoteCalls:
         if usable is not None:
             wanted = [c for c in wanted if c > usable.commit and (c not in deleted or step is not None)]
         return [_wire(c) for c in sorted(wanted, key=lambda c: (c in there.quarantined, c in deleted))]
+
+    @contextmanager
+    def _reading(self) -> Iterator[Tier]:
+        """Yield the run's tier as a restore reads it: with what redundancy gives back."""
+        if not isinstance(self._here, JoinedTier):
+            yield self._here
+            return
+        with closing(RecoveringTier(self._here)) as recovering:
+            yield recovering
 
     def _fetch(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Copy a checkpoint back, at full speed: everybody waits for it. A lease keeps it there as long as that takes."""

@@ -88,6 +88,20 @@ def test_storage_is_used_where_it_is_newer_and_memory_where_that_is() -> None:
     assert [(offer.step, offer.tier) for offer in job.ask_restore(4, found=flash)] == [(4, "flash")] * 2
 
 
+@pytest.mark.parametrize("own_disks", [True, False])
+def test_on_own_disks_a_flushed_save_does_not_take_the_place_of_one_in_memory(own_disks: bool) -> None:
+    """It is lost with any node until its redundancy is made; what is in memory has copies from the start."""
+    job = MemoryJob(4)
+    for session in job.sessions:
+        session.local_flash = own_disks
+    job.save_in_memory(5)
+    job.save(6)
+    assert [[told.commit.step for told in pool.held.told()] for pool in job.pools] == [[5] if own_disks else []] * 4
+    if own_disks:
+        job.save_in_memory(7)
+        assert [[told.commit.step for told in pool.held.told()] for pool in job.pools] == [[7]] * 4
+
+
 def test_newer_ones_on_storage_that_cannot_be_used_are_set_aside() -> None:
     """Node-local flash without redundancy: step 6 was flushed, and went with a node; step 5 is still in memory."""
     job = MemoryJob(2)
